@@ -1,0 +1,221 @@
+"""`Checkpoint`: the published files, checked whole, read tensor by tensor.
+
+`open` finds everything that is wrong before anything is computed. `read` copies one tensor out of
+its mapped file and gives the file's pages back, so that loading never holds a second copy of the
+weights. `map` copies nothing: Engram tables may be larger than memory.
+
+Source: spec/checkpoint.md 4, 5.1 and 6.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from deepinfer.config import ModelConfig
+from deepinfer.errors import CheckpointError
+
+from .container import Shard
+from .formats import StoredTensor
+from .locate import locate
+from .mapped_tensor import MappedTensor, map_tensor, typed, viewed
+from .matching import Binding, Place, match
+from .schema import is_vision
+from .values import find_bad_scale, find_bad_value
+
+__all__ = ["Checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINES = 1000
+
+
+class Checkpoint:
+    """An open checkpoint folder whose every tensor is present, in shape and in type.
+
+    Made by `Checkpoint.open`. A context manager; tensors that were read or mapped outlive it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        bindings: dict[str, Binding],
+        shards: Iterable[Shard],
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self._bindings = bindings
+        self._shards = tuple(shards)
+        self._last_read: Shard | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        config: ModelConfig,
+        *,
+        ignore_unexpected: bool = False,
+        check_scales: bool = True,
+    ) -> Checkpoint:
+        """Open a checkpoint and check it whole.
+
+        Args:
+            folder: with ``model.safetensors.index.json`` and its shards, or ``model.safetensors``.
+            config: of the same folder.
+            ignore_unexpected: leave out tensors that the config does not call for, instead of
+                refusing them.
+            check_scales: read all scales but the Engram tables' now (about 4 % of a published
+                checkpoint) and refuse code 255. Without it `read` does so tensor by tensor.
+
+        Raises:
+            CheckpointError: lists every fault found, each with the tensor or file it is in.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError("no such folder", where=str(folder))
+        located = locate(folder)
+        problems = list(located.problems)
+        bindings: dict[str, Binding] = {}
+        if located.shards:
+            bindings, faults = match(config, located, ignore_unexpected=ignore_unexpected)
+            problems += faults
+        checkpoint = cls(folder, config, bindings, located.shards.values())
+        if not problems and check_scales:
+            problems += checkpoint._bad_scales()
+        if problems:
+            checkpoint.close()
+            raise CheckpointError(_shortened(problems), where=str(folder))
+        logger.info(
+            "checkpoint %s: %d tensors in %d files", folder, len(bindings), len(located.shards)
+        )
+        return checkpoint
+
+    def names(self) -> list[str]:
+        """Tensors of the text model and its drafts, in model order; scales are found by `read`.
+
+        Vision tensors are checked when the checkpoint is opened, and not listed.
+        """
+        return [name for name in self._bindings if not is_vision(name)]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bindings
+
+    def read(self, name: str) -> StoredTensor:
+        """A tensor and its scale in memory of their own; the file's pages are given back.
+
+        Raises:
+            CheckpointError: the values hold a NaN code, the checkpoint is closed, or its file was
+                shortened meanwhile.
+            KeyError: no such tensor in this model.
+        """
+        binding = self._bindings[name]
+        if binding.shard is not self._last_read:
+            # what the last file has left behind must not add up over all files
+            self._release(self._last_read)
+            self._last_read = binding.shard
+        try:
+            data, scale = (_copied(place) for place in (binding.values, binding.scale))
+        except OSError as err:
+            raise CheckpointError(f"tensor {name}: {err}", where=str(self.folder)) from err
+        assert data is not None
+        stored = StoredTensor(name, binding.kind, binding.shape, data, scale, binding.block)
+        fault = find_bad_scale(scale) or find_bad_value(stored)
+        if fault:
+            raise CheckpointError(f"tensor {name}: {fault}", where=str(self.folder))
+        return stored
+
+    def map(self, name: str) -> MappedTensor:
+        """A table that stays in its file: views of the mapping, and `rows` to look rows up.
+
+        Nothing is read or checked now. `rows` checks what it reads. Views are read-only (a write
+        crashes), touching them makes file pages resident, and like `rows` they stay usable after
+        `close`.
+
+        Raises:
+            CheckpointError: the checkpoint is closed, or its file was shortened meanwhile.
+            KeyError: no such tensor in this model.
+        """
+        binding = self._bindings[name]
+        try:
+            return map_tensor(name, binding)
+        except OSError as err:
+            raise CheckpointError(f"tensor {name}: {err}", where=str(self.folder)) from err
+
+    def table(self, name: str, *, keep_bytes: int = 16 * 2**20) -> StoredTensor:
+        """A table to look rows up in: `read` when it is small, `map` when it is not.
+
+        Args:
+            name: of the tensor.
+            keep_bytes: largest table, its scale included, that is held in memory.
+
+        Raises:
+            CheckpointError, KeyError: as `read` and `map`.
+        """
+        places = _places(self._bindings[name])
+        is_small = sum(entry.num_bytes for _, entry in places) <= keep_bytes
+        return self.read(name) if is_small else self.map(name)
+
+    def release_pages(self) -> None:
+        """Give back every resident page of the files; mapped tensors stay valid."""
+        for shard in self._shards:
+            self._release(shard)
+
+    def close(self) -> None:
+        """Let go of the files; tensors that were read or mapped stay valid."""
+        for shard in self._shards:
+            if shard.file is not None:
+                shard.file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def _release(shard: Shard | None) -> None:
+        if shard is not None and shard.file is not None:
+            shard.file.release()
+
+    def _bad_scales(self) -> list[str]:
+        """A line for each scale tensor, the Engram tables' apart, that holds a NaN."""
+        problems = []
+        for name, binding in self._bindings.items():
+            if binding.scale is None or name.endswith("engram.embed.weight"):
+                continue
+            shard, entry = binding.scale
+            fault = find_bad_scale(viewed(binding.scale))
+            if fault:
+                problems.append(f"tensor {name}: {fault}")
+            if shard.file is not None:
+                shard.file.used(entry.num_bytes)
+        self.release_pages()
+        return problems
+
+
+def _places(binding: Binding) -> list[Place]:
+    return [place for place in (binding.values, binding.scale) if place is not None]
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    if len(problems) <= _MAX_LINES:
+        return problems
+    return [*problems[:_MAX_LINES], f"and {len(problems) - _MAX_LINES} more problems"]
+
+
+def _copied(place: Place | None) -> torch.Tensor | None:
+    if place is None:
+        return None
+    shard, entry = place
+    assert shard.file is not None, "a binding needs an open file"
+    return typed(torch.from_numpy(shard.file.copy(entry.begin, entry.end)), entry)

@@ -1,0 +1,98 @@
+"""From the model argument to a folder: a path, or an id of the Hugging Face hub.
+
+Source: spec/checkpoint.md 7; design.md 10 (precedence).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from deepinfer.config.fields import shown
+from deepinfer.errors import CheckpointError, ConfigError
+
+__all__ = ["DEFAULT_MODEL", "MODEL_DIR_VARIABLE", "choose_model", "resolve_model"]
+
+DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+MODEL_DIR_VARIABLE = "DEEPINFER_HF_MODEL_DIR"
+
+_FILES = ["config.json", "tokenizer*.json", "*.safetensors.index.json", "*.safetensors"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?", re.ASCII)
+
+
+def choose_model(explicit: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """The model to use: an explicit one, else the environment's folder, else the default id.
+
+    Raises:
+        ConfigError: the variable is set but is no folder; it never falls back.
+    """
+    if explicit is not None:
+        return explicit
+    folder = environ.get(MODEL_DIR_VARIABLE)
+    if folder is None:
+        return DEFAULT_MODEL
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"{MODEL_DIR_VARIABLE}: found {shown(folder)}, allowed: an existing folder; "
+            "unset it or name the model explicitly"
+        )
+    return folder
+
+
+def resolve_model(model: str | Path, *, offline: bool = False, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded into the hub's own cache if need be.
+
+    Args:
+        model: an existing folder, taken as it is; otherwise a hub id such as ``owner/name``.
+        offline: use what the cache holds and do not touch the network. The hub's own variables
+            (``HF_HUB_OFFLINE``, ``HF_HOME`` and others) are honoured as well.
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        ConfigError: neither a folder nor the form of a hub id, or a revision of a folder.
+        CheckpointError: the hub does not have it, or it is not in the cache when offline.
+    """
+    name = os.fspath(model)
+    # os.path, since Path("") is the current folder and Path.is_dir raises on some odd names
+    if os.path.isdir(name):
+        if revision is not None:
+            raise ConfigError(
+                f"revision: found {shown(revision)} for the folder {name}, allowed: only with a "
+                "hub id"
+            )
+        return Path(name)
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(name) or os.path.exists(name):
+        raise ConfigError(
+            f"model: found {shown(name, 300)}, which is no folder; allowed: the folder of a "
+            "checkpoint or a hub id such as owner/name"
+        )
+    return _from_hub(name, offline=offline, revision=revision)
+
+
+def _from_hub(name: str, *, offline: bool, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=_FILES, local_files_only=offline
+            )
+        )
+    except HFValidationError as err:
+        raise ConfigError(f"model: {err}; allowed: a folder or a hub id") from err
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as err:
+        why = "not in the hub's cache" if offline else "neither in the hub's cache nor reachable"
+        raise CheckpointError(
+            f"{why}; run `hf download {name}` once with a network, or give a folder", where=name
+        ) from err
+    except HfHubHTTPError as err:
+        first = str(err).strip().splitlines()[0]
+        raise CheckpointError(f"the hub refused it ({first})", where=name) from err
