@@ -1,0 +1,329 @@
+"""`generate`: runs requests together through the one forward, first come first served.
+
+A small synchronous loop. Every step holds one row of each running sequence that decodes, then as
+many prompt rows as the budget allows. Blocks are reserved when a sequence is admitted, so nothing
+has to be preempted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from deepinfer.cache.pools import CachePools
+from deepinfer.errors import ConfigError, RequestError
+from deepinfer.model.model import Model
+from deepinfer.outputs import (
+    CompletionOutput,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    RequestOutput,
+    RequestStats,
+)
+from deepinfer.step.builder import InputBuilder, SequenceRows
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: Model,
+    requests: Sequence[GenerationRequest],
+    *,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 512,
+    max_model_len: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[RequestOutput]:
+    """Continue every request; exactly one result each, in the order given.
+
+    Args:
+        model: a loaded model.
+        requests: prompts and their limits. One that cannot run gets an error of its own, the others
+            go on.
+        max_num_seqs: most sequences that run at a time.
+        max_num_batched_tokens: most rows of one forward.
+        max_model_len: longest prompt plus output in tokens; None: the model's context.
+        on_progress: called after every step.
+        should_stop: asked before every step; True ends the run, unfinished requests are aborted
+            with what they have.
+
+    Raises:
+        ConfigError: a limit that lets nothing run.
+    """
+    limit = _check_limits(model, max_num_seqs, max_num_batched_tokens, max_model_len)
+    run = _Run(model, requests, limit, max_num_seqs, max_num_batched_tokens)
+    while run.has_work:
+        if should_stop is not None and should_stop():
+            break
+        run.step()
+        if on_progress is not None:
+            on_progress(run.progress())
+    return run.finish()
+
+
+def _check_limits(
+    model: Model, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None
+) -> int:
+    """The longest prompt plus output that a sequence may reach."""
+    if max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs={max_num_seqs} lets nothing run; give at least 1")
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is below max_num_seqs="
+            f"{max_num_seqs}: not every running sequence would have a row in a step; "
+            f"raise it to {max_num_seqs} or lower max_num_seqs"
+        )
+    context = model.config.max_position_embeddings
+    if max_model_len is not None and not 2 <= max_model_len <= context:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is not in 2..{context}, the context of this model"
+        )
+    return max_model_len or context
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One request while it runs."""
+
+    index: int
+    request: GenerationRequest
+    token_ids: list[int]
+    """Prompt and output."""
+    is_image: list[bool] | None
+    """Per token of `token_ids`; None where the prompt has no image rows."""
+    max_len: int
+    """Length at which it ends: prompt and `max_tokens`, within the context."""
+    slot: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ())
+
+    def rows(self, count: int) -> SequenceRows:
+        """The next `count` rows; the last known token gives logits."""
+        is_last = self.num_computed + count == len(self.token_ids)
+        return SequenceRows(
+            token_ids=self.token_ids,
+            start=self.num_computed,
+            count=count,
+            slot=self.slot,
+            blocks=self.blocks,
+            num_logits=1 if is_last else 0,
+            is_image=self.is_image,
+        )
+
+
+class _Run:
+    """All requests of one call, the caches they share, and their results."""
+
+    def __init__(
+        self,
+        model: Model,
+        requests: Sequence[GenerationRequest],
+        limit: int,
+        max_num_seqs: int,
+        max_rows: int,
+    ) -> None:
+        self._model, self._limit, self._max_rows = model, limit, max_rows
+        self._started_s = time.perf_counter()
+        self._results: list[RequestOutput | None] = [None] * len(requests)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._num_prompt_rows = self._num_outputs = 0
+        for index, request in enumerate(requests):
+            self._submit(index, request)
+        needs = sorted((self._blocks_of(seq) for seq in self._waiting), reverse=True)
+        num_slots = max(1, min(max_num_seqs, len(needs)))
+        num_blocks = sum(
+            needs[:num_slots]
+        )  # the largest that may run at a time, so that all of them fit
+        self._free_slots = list(range(num_slots, 0, -1))
+        self._free_blocks = list(range(num_blocks, 0, -1))
+        self._cache: CachePools = model.new_cache(num_slots=num_slots, num_blocks=num_blocks)
+        self._builder: InputBuilder = model.input_builder()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def progress(self) -> Progress:
+        return Progress(
+            num_finished=sum(result is not None for result in self._results),
+            num_requests=len(self._results),
+            prompt_tokens=self._num_prompt_rows,
+            output_tokens=self._num_outputs,
+        )
+
+    def step(self) -> None:
+        """Admit what fits, run one forward, settle what it finished."""
+        self._admit()
+        batch = self._plan()
+        with torch.inference_mode():
+            logits = self._model.transformer.forward(
+                self._builder.step([rows for _, rows in batch]), self._cache
+            )
+            tokens = iter(_sample([seq for seq, rows in batch if rows.num_logits], logits))
+        now_s = time.perf_counter()
+        for seq, rows in batch:
+            self._num_prompt_rows += max(0, min(rows.end, seq.num_prompt_tokens) - rows.start)
+            seq.num_computed = rows.end
+            if rows.num_logits:
+                self._append(seq, next(tokens), now_s)
+
+    def finish(self) -> list[RequestOutput]:
+        """Every result; what did not finish is aborted with what it has."""
+        for seq in (*self._running, *self._waiting):
+            self._release(seq, "abort")
+        assert all(result is not None for result in self._results), "a request has no result"
+        return [result for result in self._results if result is not None]
+
+    # ---- admission ----
+
+    def _submit(self, index: int, request: GenerationRequest) -> None:
+        prompt, error = request.prompt_token_ids, request.error
+        if error is None and prompt is None:
+            error = "the request has neither prompt_token_ids nor an error"
+        if error is None and prompt is not None:
+            try:
+                self._check(request, prompt)
+            except RequestError as problem:
+                error = str(problem)
+        if error is not None or prompt is None:
+            self._results[index] = RequestOutput(
+                index=index, num_prompt_tokens=len(prompt or ()), error=error, stats=RequestStats()
+            )
+            return
+        image_id = self._model.config.image_token_id
+        is_image = [token == image_id for token in prompt] if image_id in prompt else None
+        self._waiting.append(
+            _Sequence(
+                index=index,
+                request=request,
+                token_ids=list(prompt),
+                is_image=is_image,
+                max_len=min(len(prompt) + request.max_tokens, self._limit),
+            )
+        )
+
+    def _check(self, request: GenerationRequest, prompt: Sequence[int]) -> None:
+        self._model.check_prompt(prompt)
+        if len(prompt) >= self._limit:
+            raise RequestError(
+                f"the prompt is {len(prompt)} tokens long and max_model_len={self._limit} leaves "
+                f"no room for an output; shorten it or raise max_model_len"
+            )
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens={request.max_tokens} asks for nothing; give at least 1")
+        if not (0.0 <= request.temperature < float("inf")):
+            raise RequestError(f"temperature={request.temperature} is not a finite number >= 0")
+
+    def _blocks_of(self, seq: _Sequence) -> int:
+        return self._model.layout.blocks_for(seq.max_len)
+
+    def _admit(self) -> None:
+        while (
+            self._waiting
+            and self._free_slots
+            and len(self._free_blocks) >= self._blocks_of(self._waiting[0])
+        ):
+            seq = self._waiting.popleft()
+            seq.slot = self._free_slots.pop()
+            seq.blocks = [self._free_blocks.pop() for _ in range(self._blocks_of(seq))]
+            self._running.append(seq)
+
+    # ---- one step ----
+
+    def _plan(self) -> list[tuple[_Sequence, SequenceRows]]:
+        """Rows of this step: decoding sequences one each, then prompts, oldest first, within the
+        budget.
+        """
+        left, batch = self._max_rows, []
+        for seq in sorted(self._running, key=lambda s: len(s.token_ids) - s.num_computed > 1):
+            count = min(len(seq.token_ids) - seq.num_computed, left)
+            if count == 0:
+                break
+            if seq.started_s is None:
+                seq.started_s = time.perf_counter()
+            batch.append((seq, seq.rows(count)))
+            left -= count
+        return batch
+
+    def _append(self, seq: _Sequence, token: int, now_s: float) -> None:
+        seq.token_ids.append(token)
+        if seq.is_image is not None:
+            seq.is_image.append(token == self._model.config.image_token_id)
+        self._num_outputs += 1
+        seq.first_token_s = seq.first_token_s or now_s
+        seq.last_token_s = now_s
+        if token == self._model.config.eos_token_id and not seq.request.ignore_eos:
+            self._release(seq, "stop")
+        elif len(seq.token_ids) >= seq.max_len:
+            self._release(seq, "length")
+
+    def _release(self, seq: _Sequence, reason: FinishReason) -> None:
+        """The one way out: give back slot and blocks, record the result."""
+        if seq in self._running:
+            self._running.remove(seq)
+            self._free_slots.append(seq.slot)
+            self._free_blocks.extend(seq.blocks)
+        output_ids = seq.token_ids[seq.num_prompt_tokens :]
+        self._results[seq.index] = RequestOutput(
+            index=seq.index,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            outputs=[
+                CompletionOutput(
+                    token_ids=output_ids, text=self._text(output_ids), finish_reason=reason
+                )
+            ],
+            stats=self._stats(seq),
+        )
+
+    def _text(self, output_ids: Sequence[int]) -> str:
+        tokenizer, eos = self._model.tokenizer, self._model.config.eos_token_id
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode([token for token in output_ids if token != eos])
+
+    def _stats(self, seq: _Sequence) -> RequestStats:
+        if seq.started_s is None:
+            return RequestStats()
+        queue_s = seq.started_s - self._started_s
+        if seq.first_token_s is None:
+            return RequestStats(queue_s=queue_s)
+        return RequestStats(
+            queue_s=queue_s,
+            prefill_s=seq.first_token_s - seq.started_s,
+            decode_s=seq.last_token_s - seq.first_token_s,
+        )
+
+
+def _sample(sequences: Iterable[_Sequence], logits_sv: torch.Tensor) -> list[int]:
+    """Next token of each sequence from its row of logits.
+
+    Temperature 0 takes the arg-max, lowest id on ties. Otherwise the arg-max of logits /
+    temperature plus Gumbel noise that depends on the request's seed, the position and the token id
+    alone, so that a request gets the same tokens whatever runs beside it.
+    """
+    tokens = logits_sv.argmax(-1).tolist()
+    for row, seq in enumerate(sequences):
+        temperature = seq.request.temperature
+        if temperature > 0.0:
+            bits = np.random.Philox(key=seq.request.seed & (2**64 - 1), counter=len(seq.token_ids))
+            uniform_v = np.random.Generator(bits).random(logits_sv.shape[1])
+            noise_v = -np.log(-np.log(np.maximum(uniform_v, np.finfo(np.float64).tiny)))
+            tokens[row] = int(
+                (logits_sv[row].double().cpu().numpy() / temperature + noise_v).argmax()
+            )
+    return tokens

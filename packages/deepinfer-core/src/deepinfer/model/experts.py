@@ -1,0 +1,68 @@
+"""Mixture of experts of one layer (spec/model.md 4). Shape letters: T = rows, M = hidden size, A =
+experts per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.kernels.interface import Experts, Kernels, Linear
+from deepinfer.model.forward import Trace
+from deepinfer.model.weights import WeightReader
+
+__all__ = ["MixtureOfExperts"]
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """Router, routed experts and the shared expert."""
+
+    layer: int
+    topk: int
+    scaling: float
+    limit: float
+    gate: Linear
+    bias_e: torch.Tensor
+    image_bias_e: torch.Tensor | None
+    """Draft layers have none: they always use the text bias."""
+    routed: Experts
+    shared: Experts
+
+    @classmethod
+    def load(
+        cls,
+        reader: WeightReader,
+        prefix: str,
+        layer: int,
+        num_experts: int,
+        topk: int,
+        *,
+        uses_image_bias: bool,
+    ) -> MixtureOfExperts:
+        return cls(
+            layer=layer,
+            topk=topk,
+            scaling=reader.config.routed_scaling_factor,
+            limit=reader.config.swiglu_limit,
+            gate=reader.linear(f"{prefix}.gate"),
+            bias_e=reader.tensor(f"{prefix}.gate.bias"),
+            image_bias_e=reader.tensor(f"{prefix}.gate.bias_vl") if uses_image_bias else None,
+            routed=reader.experts(f"{prefix}.experts", num_experts),
+            shared=reader.shared_expert(f"{prefix}.shared_experts"),
+        )
+
+    def __call__(
+        self, k: Kernels, x_tm: torch.Tensor, is_image_t: torch.Tensor, trace: Trace
+    ) -> torch.Tensor:
+        """Output (T, M) of the normalised input (T, M)."""
+        ids_ta, weight_ta = k.route(
+            x_tm, self.gate, self.bias_e, self.image_bias_e, is_image_t, self.topk, self.scaling
+        )
+        trace("experts", self.layer, ids_ta)
+        trace("expert_weights", self.layer, weight_ta)
+        shared_tm = k.shared_expert(x_tm, self.shared, self.limit)
+        return k.combine_experts(
+            shared_tm, k.routed_experts(x_tm, ids_ta, weight_ta, self.routed, self.limit)
+        )

@@ -1,0 +1,224 @@
+"""`Model`: a loaded model, for people who study it and for the engine.
+
+Shape letters: S = tokens of a sequence, V = vocabulary, M = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer.cache.layout import CacheLayout
+from deepinfer.cache.pools import CachePools
+from deepinfer.config.model_config import ModelConfig
+from deepinfer.errors import RequestError
+from deepinfer.kernels.interface import Kernels
+from deepinfer.model.forward import Trace
+from deepinfer.model.transformer import Transformer
+from deepinfer.step.builder import InputBuilder, SequenceRows
+from deepinfer.tokenizer import Tokenizer
+
+__all__ = ["Model"]
+
+PerSequence = Sequence[torch.Tensor | Sequence[bool] | None]
+
+
+class Model:
+    """Weights, kernels and tokenizer of one model. Made by `deepinfer.load_model`.
+
+    Attributes:
+        transformer: the prepared weights and the forward over rows.
+        config: the geometry.
+        kernels: the operations it runs on.
+        layout: formats and sizes of its caches.
+        tokenizer: None for a folder without one.
+    """
+
+    def __init__(self, transformer: Transformer, tokenizer: Tokenizer | None = None) -> None:
+        self.transformer = transformer
+        self.tokenizer = tokenizer
+        self.layout = CacheLayout(transformer.config, transformer.kernels.kv_format)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.transformer.config
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.transformer.kernels
+
+    def new_cache(self, *, num_slots: int, num_blocks: int) -> CachePools:
+        """Empty caches for `num_slots` sequences and `num_blocks` blocks of 128 tokens."""
+        return CachePools.allocate(
+            self.layout,
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            device=self.kernels.device,
+            compute_dtype=self.kernels.compute_dtype,
+        )
+
+    def input_builder(self) -> InputBuilder:
+        """Builder of this model's step inputs."""
+        return InputBuilder(self.layout, self.kernels.device)
+
+    @torch.inference_mode()
+    def full_logits(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        image_mask: PerSequence | torch.Tensor | None = None,
+        image_embeds: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+        replay_keep: int | None = None,
+        chunk_size: int | None = None,
+        trace: Trace | None = None,
+    ) -> list[torch.Tensor]:
+        """Logits of every position of every sequence, all run together.
+
+        Args:
+            token_ids: sequences of token ids, each at least one long.
+            image_mask: which positions are image rows, per sequence bool (S,); a single tensor for
+                a single sequence. None: the positions of the config's `image_token_id`.
+            image_embeds: embeddings that replace those of the image rows, per sequence (rows, M),
+                in row order.
+                None: the embedding table's.
+            replay_keep: run the decoder layers on the last `replay_keep` tokens of each sequence
+                only (bounded replay, spec/model.md 3.9); the logits are then those of these tokens.
+            chunk_size: rows of a sequence per forward; None runs each sequence in one. The logits
+                do not depend on it.
+            trace: receives intermediates of every forward, see `deepinfer.model.forward.Trace`.
+
+        Returns:
+            Per sequence float32 (S, V), or (min(replay_keep, S), V) under replay.
+
+        Raises:
+            RequestError: an empty sequence, an id outside the vocabulary, masks or embeddings that
+                do not fit, a sequence beyond the model's context, or replay that the model cannot
+                do.
+        """
+        prompts = [[int(t) for t in ids] for ids in token_ids]
+        for number, ids in enumerate(prompts):
+            self.check_prompt(ids, name=f"sequence {number}")
+        self._check_replay(replay_keep)
+        masks = [
+            self._mask(ids, mask)
+            for ids, mask in zip(prompts, _spread(image_mask, prompts), strict=True)
+        ]
+        embeds = _spread(image_embeds, prompts)
+        _check_embeds(masks, embeds, self.config.hidden_size)
+        blocks, num_blocks = [], 0
+        for ids in prompts:
+            need = self.layout.blocks_for(len(ids))
+            blocks.append(range(num_blocks + 1, num_blocks + 1 + need))
+            num_blocks += need
+        cache, builder = (
+            self.new_cache(num_slots=len(prompts), num_blocks=num_blocks),
+            self.input_builder(),
+        )
+        parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+        done = [0] * len(prompts)
+        while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
+            batch, owners = [], []
+            for number, ids in enumerate(prompts):
+                count = min(chunk_size or len(ids), len(ids) - done[number])
+                if count <= 0:
+                    continue
+                cut = max(0, len(ids) - replay_keep) if replay_keep is not None else 0
+                start, end = done[number], done[number] + count
+                mask, embed = masks[number], embeds[number]
+                before, inside = (sum(mask[:start]), sum(mask[start:end])) if mask else (0, 0)
+                batch.append(
+                    SequenceRows(
+                        token_ids=ids,
+                        start=start,
+                        count=count,
+                        slot=number + 1,
+                        blocks=blocks[number],
+                        decoder_start=cut,
+                        num_logits=max(0, end - max(start, cut)),
+                        is_image=mask,
+                        image_embeds=embed[before : before + inside] if embed is not None else None,
+                    )
+                )
+                owners.append(number)
+                done[number] = end
+            logits = self.transformer.forward(builder.step(batch), cache, trace)
+            sizes = [rows.num_logits for rows in batch]
+            for number, part in zip(owners, logits.split(sizes), strict=True):
+                parts[number].append(part)
+        return [torch.cat(part).float() for part in parts]
+
+    def check_prompt(self, ids: Sequence[int], *, name: str = "prompt") -> None:
+        """Raise `RequestError` unless `ids` is a prompt that this model can run."""
+        if not ids:
+            raise RequestError(f"{name} is empty; give at least one token")
+        outside = next((t for t in ids if not 0 <= t < self.config.vocab_size), None)
+        if outside is not None:
+            raise RequestError(
+                f"{name} has token id {outside}, this model's ids are "
+                f"0..{self.config.vocab_size - 1}"
+            )
+        if len(ids) > self.config.max_position_embeddings:
+            raise RequestError(
+                f"{name} is {len(ids)} tokens long, this model's context is "
+                f"{self.config.max_position_embeddings}"
+            )
+
+    def _check_replay(self, keep: int | None) -> None:
+        if keep is None:
+            return
+        config = self.config
+        if keep < 1:
+            raise RequestError(
+                f"replay_keep={keep} keeps nothing; give at least 1, or None to run every row"
+            )
+        if not config.has_decoder:
+            raise RequestError(
+                f"replay_keep={keep}: this model has no layer of ratio 1, there is nothing to skip"
+            )
+        if config.dspark is not None:
+            targets, cut = config.dspark.target_layer_ids, config.num_encoder_layers
+            if min(targets) < cut <= max(targets):
+                raise RequestError(
+                    f"replay_keep={keep}: the draft targets {targets} lie on both sides of layer "
+                    f"{cut}, where the decoder begins"
+                )
+
+    def _mask(
+        self, ids: Sequence[int], mask: torch.Tensor | Sequence[bool] | None
+    ) -> list[bool] | None:
+        image_id = self.config.image_token_id
+        if mask is None:
+            found = [t == image_id for t in ids]
+            return found if any(found) else None
+        flags = [bool(flag) for flag in mask]
+        if len(flags) != len(ids):
+            raise RequestError(
+                f"an image mask has {len(flags)} flags, its sequence {len(ids)} tokens"
+            )
+        return flags if any(flags) else None
+
+
+def _spread(given: Sequence | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> list:  # type: ignore[type-arg]
+    """One item per sequence; a bare tensor belongs to the only sequence."""
+    if given is None:
+        return [None] * len(prompts)
+    items = [given] if isinstance(given, torch.Tensor) and len(prompts) == 1 else list(given)
+    if len(items) != len(prompts):
+        raise RequestError(
+            f"{len(items)} image masks or embeddings for {len(prompts)} sequences; "
+            f"give one for each"
+        )
+    return items
+
+
+def _check_embeds(
+    masks: Sequence[list[bool] | None], embeds: Sequence[torch.Tensor | None], hidden: int
+) -> None:
+    for number, (mask, embed) in enumerate(zip(masks, embeds, strict=True)):
+        rows = sum(mask) if mask else 0
+        if embed is not None and tuple(embed.shape) != (rows, hidden):
+            raise RequestError(
+                f"image_embeds of sequence {number} have shape {tuple(embed.shape)}, "
+                f"its {rows} image rows need ({rows}, {hidden})"
+            )
