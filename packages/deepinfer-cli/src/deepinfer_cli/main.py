@@ -1,0 +1,114 @@
+"""Entry of the ``deepinfer`` command: picks the command, turns its outcome into an exit code.
+
+Nothing heavy is imported here. A built-in command is imported when it is chosen or listed, and it
+imports ``deepinfer`` only once its arguments have been found right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+import cyclopts
+from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnusedCliTokensError
+
+from deepinfer_cli.exits import ExitCode, UsageError, run_guarded
+from deepinfer_cli.plugins import PluginCommand, find_plugins, run_plugin
+from deepinfer_cli.streams import detach_stdout
+from deepinfer_cli.version import describe_version
+
+__all__ = ["BUILT_IN", "main"]
+
+BUILT_IN = {
+    "generate": "deepinfer_cli.commands.generate:generate",
+    "synth": "deepinfer_cli.commands.synth:synth",
+}
+"""Built-in commands by name, with where each one is found; other packages cannot take these."""
+
+_HELP = """Run DeepSeek-V4.1-Flash models: from prompts to text, on a CPU or an accelerator.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage,
+3 finished but some requests failed, 130 interrupted."""
+
+_EXAMPLES = """Examples:
+
+    deepinfer synth ./tiny-model
+    deepinfer generate ./tiny-model --prompt "The sea" --max-tokens 16
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        argv: arguments without the program's name; those of the process when None.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    verbose = any(arg in {"-v", "-vv", "--verbose"} for arg in args)
+    try:
+        code = run_guarded(lambda: _dispatch(args, verbose=verbose), verbose=verbose)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        detach_stdout()
+        code = ExitCode.FAILED
+    return int(code)
+
+
+def _dispatch(args: list[str], *, verbose: bool) -> int:
+    """Run the chosen command; looks for those of other packages only when it is not built in."""
+    plugins: dict[str, PluginCommand] = {}
+    if not args or args[0] not in BUILT_IN:
+        plugins = find_plugins(BUILT_IN)
+    if args and args[0] in plugins:
+        return run_plugin(plugins[args[0]], args[1:], verbose=verbose)
+    app = _build_app(plugins, is_listing=not args or args[0] in {"--help", "-h"})
+    try:
+        code = app(
+            args,
+            exit_on_error=False,
+            print_error=False,
+            verbose=False,
+            result_action="return_value",
+        )
+    except CycloptsError as err:
+        raise UsageError(_describe(err, args)) from err
+    return ExitCode.DONE if code is None else int(code)
+
+
+def _build_app(plugins: dict[str, PluginCommand], *, is_listing: bool) -> cyclopts.App:
+    """The command tree. Commands of other packages are there to be listed, not to be run."""
+    app = cyclopts.App(
+        name="deepinfer",
+        help=_HELP,
+        help_epilogue=_EXAMPLES,
+        help_format="markdown",
+        version=describe_version,
+        suppress_keyboard_interrupt=False,
+    )
+    for name, path in BUILT_IN.items():
+        app.command(path, name=name)
+    if is_listing:
+        for name in BUILT_IN:
+            app[name]  # imports the command: its first line of help is the line in the list
+    for plugin in plugins.values():
+        app.command(_not_here, name=plugin.name, help=plugin.summary)
+    return app
+
+
+def _not_here() -> None:
+    raise AssertionError("commands of other packages are dispatched before the tree is used")
+
+
+def _describe(err: CycloptsError, args: list[str]) -> str:
+    """A usage error as one line that says what to do."""
+    text = " ".join(str(err).split())
+    if isinstance(err, UnusedCliTokensError) and err.unused_tokens:
+        words = " ".join(repr(token) for token in err.unused_tokens)
+        return f"unexpected argument {words}; quote a text that holds spaces"
+    if isinstance(err, UnknownCommandError) and args and args[0].startswith("-"):
+        near = difflib.get_close_matches(args[0], ["--help", "--version"], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "options go after the command's name"
+        return f"unknown option {args[0]}; {hint}"
+    return text
