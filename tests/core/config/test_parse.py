@@ -325,6 +325,18 @@ def test_all_faults_are_told_at_once():
     assert "quantization_config.scale_fmt: " in message
 
 
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "num_hidden_layers", "num_nextn_predict_layers", "compress_ratios"]
+)
+@pytest.mark.parametrize("value", ["x", -1, REMOVED])
+def test_fault_is_told_once_and_draws_no_others_after_it(key, value):
+    if key == "num_nextn_predict_layers" and value is REMOVED:
+        value = None
+    message = refusal(f"text_config.{key}", value)
+    assert message.count("allowed:") == 1
+    assert message.startswith(f"text_config.{key}: ")
+
+
 def test_misspelt_key_is_pointed_at():
     values = published()
     text = values["text_config"]

@@ -140,7 +140,7 @@ class FileRows:
         found = np.empty((unique.size, self._row_bytes), dtype=np.uint8)
         for row, into in zip(unique.tolist(), found, strict=True):
             at = self._begin + row * self._row_bytes
-            if os.preadv(self._descriptor, [memoryview(into)], at) != self._row_bytes:
+            if os.preadv(self._descriptor, [into.data], at) != self._row_bytes:
                 raise OSError(f"file {self._name} was shortened while it was open")
         return found[places]
 

@@ -24,7 +24,7 @@ __all__ = ["Binding", "Place", "match"]
 _SCALE_SUFFIXES = (".scale", ".weight_scale", ".weight_scale_inv")
 _SCALE_DTYPES = ("F8_E8M0", "U8", "F32")
 _PLAIN_DTYPES = ("F32", "BF16")
-_FP8_BLOCK, _ROW_BLOCK = (32, 32), (1, 32)
+_ROW_BLOCK = (1, 32)
 _FOREIGN_PARTS = (
     "q_a_proj",
     "q_b_proj",
@@ -37,7 +37,6 @@ _FOREIGN_PARTS = (
     "input_layernorm",
     "markov_w1",
 )
-
 
 Place = tuple[Shard, Entry]
 """A file and where in it a tensor lies."""

@@ -8,6 +8,7 @@ Source: spec/checkpoint.md 3; spec/model.md 1.6.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,9 @@ __all__ = [
 Role = Literal["linear", "expert", "table", "bf16", "fp32"]
 """How the published format stores a tensor: FP8 with one scale per 32x32 (linear), FP4 with one per
 1x32 (expert), FP8 with one per 1x32 (table), BF16 or F32 without scale."""
+
+
+_KNOWN_EXTRA = re.compile(r"mtp\.\d+\.(embed|head)\.weight", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ def is_vision(name: str) -> bool:
 
 def is_known_extra(name: str) -> bool:
     """Whether a tensor is a known copy that nobody needs: the drafts' embedding and head."""
-    return name.startswith("mtp.") and name.endswith((".embed.weight", ".head.weight"))
+    return _KNOWN_EXTRA.fullmatch(name) is not None
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Specs:

@@ -57,12 +57,16 @@ class Section:
         values: the parsed object.
         where: how messages call it, such as ``text_config``; empty for the root.
         problems: the list that notes are appended to; sections of one file share it.
+
+    Attributes:
+        faulty: keys noted so far; rules that build on them have nothing to say.
     """
 
     def __init__(self, values: dict[str, object], where: str, problems: list[str]) -> None:
         self.values = values
         self.where = where
         self.problems = problems
+        self.faulty: set[str] = set()
 
     def path(self, key: str) -> str:
         """The key as messages name it."""
@@ -70,11 +74,15 @@ class Section:
 
     def note(self, key: str, found: str, allowed: str, remedy: str = "") -> None:
         """Note a wrong value: what was found, what is allowed, what to do."""
+        self.faulty.add(key)
         tail = f"; {remedy}" if remedy else ""
-        self.problems.append(f"{self.path(key)}: found {found}, allowed: {allowed}{tail}")
+        line = f"{self.path(key)}: found {found}, allowed: {allowed}{tail}"
+        if line not in self.problems:  # a key may be read at two places
+            self.problems.append(line)
 
     def missing(self, key: str, allowed: str) -> None:
         """Note a missing key, with the nearest key that is there."""
+        self.faulty.add(key)
         present = [name for name in list(self.values)[:1000] if len(name) <= 100]
         near = difflib.get_close_matches(key, present, n=1, cutoff=0.8)
         hint = f"; the nearest key found is {shown(near[0])}: is it misspelt?" if near else ""
@@ -173,6 +181,7 @@ class Section:
         for at, item in enumerate(value):
             if not is_integer(item) or not low <= item <= high:
                 self.note(f"{key}[{at}]", shown(item), f"an integer from {low} to {high}")
+                self.faulty.add(key)
                 return ()
         return tuple(value)
 

@@ -288,17 +288,16 @@ class Kernels(ABC):
 
     @abstractmethod
     def pool_pairs(
-        self,
-        gate_td: torch.Tensor,
-        value_td: torch.Tensor,
-        writes: EntryWrites,
-        state_p2d: torch.Tensor,
+        self, gate_value_te: torch.Tensor, writes: EntryWrites, state_p2d: torch.Tensor
     ) -> torch.Tensor:
         """Ratio 2: pool each completed pair of tokens, per channel, by the softmax of their gates;
         (N, D).
 
-        Reads the partners that earlier steps left in `state_p2d` (rows x [gate, value] x D,
-        float32), then writes this step's own rows into it (in place).
+        Args:
+            gate_value_te: gates, then values of each row of the step, float32 (T, 2 D).
+            writes: which pairs close, and which rows later steps may need.
+            state_p2d: rows x [gate, value] x D, float32. Partners left by earlier steps are read
+                first; then this step's own rows are written (in place).
         """
 
     @abstractmethod

@@ -11,6 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.cache.records import RecordFormat, RecordKind
+from deepinfer.checkpoint.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    decode_e2m1,
+    decode_e4m3,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e4m3,
+)
 from deepinfer.kernels import number_formats as nf
 
 __all__ = ["Pool", "decode_record", "encode_record", "gather_records", "scatter_records"]
@@ -37,36 +46,22 @@ class Pool:
         return self.data.shape[0]
 
 
-def _q8_scales(x_zd: torch.Tensor) -> torch.Tensor:
-    return nf.group_scales_ue8m0(x_zd, 32, nf.E4M3_MAX, nf.Q8_FLOOR)
-
-
-def _scaled_down(x_zd: torch.Tensor, byte_zg: torch.Tensor, group: int) -> torch.Tensor:
-    """x / 2^(b-127), a multiplication by the exact inverse power of two."""
-    return x_zd.float() * nf.scales_per_value(
-        nf.scale_of_ue8m0(254 - byte_zg), group, x_zd.shape[-1]
-    )
-
-
 def encode_record(x_zd: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
     """The record of each row: uint8 (Z, bytes), values first, or (Z, D) where the format is not
     packed.
     """
     if fmt.kind is RecordKind.FP8:
-        byte_zg = _q8_scales(x_zd)
-        values = nf.quantize_e4m3(_scaled_down(x_zd, byte_zg, 32)).view(torch.uint8)
+        byte_zg = nf.group_scales_ue8m0(x_zd, 32, E4M3_MAX, nf.Q8_FLOOR)
+        values = encode_e4m3(nf.divided_by_scales(x_zd, byte_zg, 32)).view(torch.uint8)
         return torch.cat((values, byte_zg), dim=-1)
     if fmt.kind is RecordKind.FP4_INDEX:
-        byte_zg = nf.group_scales_ue8m0(x_zd, 32, nf.E2M1_MAX, FP4_FLOOR)
-        values = nf.pack_nibbles(nf.quantize_e2m1(_scaled_down(x_zd, byte_zg, 32)))
-        return torch.cat((values, byte_zg), dim=-1)
+        byte_zg = nf.group_scales_ue8m0(x_zd, 32, E2M1_MAX, FP4_FLOOR)
+        return torch.cat((encode_e2m1(nf.divided_by_scales(x_zd, byte_zg, 32)), byte_zg), dim=-1)
     if fmt.kind is RecordKind.FP4_KV:
-        amax_zg = nf.split_groups(x_zd.float(), 16).abs().amax(-1)
-        scale_zg = (
-            (amax_zg / nf.E2M1_MAX).clamp(KV4_SCALE_MIN, KV4_SCALE_MAX).to(torch.float8_e4m3fn)
-        )
+        scale_zg = (nf.group_amax(x_zd, 16) / E2M1_MAX).clamp(KV4_SCALE_MIN, KV4_SCALE_MAX)
+        scale_zg = encode_e4m3(scale_zg)
         per_value = nf.scales_per_value(scale_zg.float(), 16, x_zd.shape[-1])
-        values = nf.pack_nibbles(nf.quantize_e2m1(x_zd.float() / per_value))
+        values = encode_e2m1(x_zd.float() / per_value)
         return torch.cat((values, scale_zg.view(torch.uint8)), dim=-1)
     return x_zd.to(torch.bfloat16) if fmt.kind is RecordKind.BF16 else x_zd
 
@@ -75,14 +70,11 @@ def decode_record(record_zb: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
     """The values that `encode_record` stored, (Z, D), float32 (or the dtype that was kept)."""
     if not fmt.is_packed:
         return record_zb.float() if fmt.kind is RecordKind.BF16 else record_zb
-    values, scales = record_zb[..., : fmt.data_bytes], record_zb[..., fmt.data_bytes :]
-    if fmt.kind is RecordKind.FP8:
-        number = nf.e4m3_from_bytes(values)
-    else:
-        number = nf.decode_e2m1(nf.unpack_nibbles(values, fmt.dim))
-    is_kv4 = fmt.kind is RecordKind.FP4_KV
-    scale = nf.e4m3_from_bytes(scales) if is_kv4 else nf.scale_of_ue8m0(scales)
-    return number * nf.scales_per_value(scale, fmt.group, fmt.dim)
+    data, scales = record_zb.split((fmt.data_bytes, fmt.scale_bytes), dim=-1)
+    number = decode_e4m3 if fmt.kind is RecordKind.FP8 else decode_e2m1
+    scale = decode_e4m3 if fmt.kind is RecordKind.FP4_KV else decode_e8m0
+    per_value = nf.scales_per_value(scale(scales.contiguous()), fmt.group, fmt.dim)
+    return number(data.contiguous()) * per_value
 
 
 def _sectioned(pool: Pool, slot_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

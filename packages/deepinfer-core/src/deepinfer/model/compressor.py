@@ -23,7 +23,6 @@ class Compressor:
 
     layer: int
     ratio: int
-    head_dim: int
     gate_value: Linear
     """Ratio 2: gate rows, then value rows. Ratio 1: value rows alone."""
     norm: Norm
@@ -33,7 +32,7 @@ class Compressor:
         value = f"{prefix}.compressor.wkv"
         names = (f"{prefix}.compressor.wgate", value) if plan.ratio == 2 else (value,)
         norm = reader.norm(f"{prefix}.compressor.norm")
-        return cls(plan.layer, plan.ratio, reader.config.head_dim, reader.linear(*names), norm)
+        return cls(plan.layer, plan.ratio, reader.linear(*names), norm)
 
     def store(self, x_tm: torch.Tensor, fwd: Forward) -> None:
         """Store the entries that this step completes; leave their latents for the index keys."""
@@ -41,10 +40,8 @@ class Compressor:
         if self.ratio == 1:
             z_nd = k.linear(x_tm[writes.row_n], self.gate_value)
         else:
-            gate_td, value_td = k.linear(x_tm, self.gate_value, wide=True).split(
-                self.head_dim, dim=-1
-            )
-            z_nd = k.pool_pairs(gate_td, value_td, writes, fwd.cache.states[self.layer])
+            gate_value_te = k.linear(x_tm, self.gate_value, wide=True)
+            z_nd = k.pool_pairs(gate_value_te, writes, fwd.cache.states[self.layer])
         latent_nd = k.rms_norm(z_nd, self.norm)
         fwd.latents[self.layer] = latent_nd
         k.store_entries(

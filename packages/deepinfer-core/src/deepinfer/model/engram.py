@@ -57,7 +57,7 @@ class Engram:
             ),
             primes_l=torch.tensor(primes, dtype=torch.int64, device=device),
             offsets_l=torch.tensor([0, *accumulate(primes[:-1])], dtype=torch.int64, device=device),
-            table=reader.mapped_table(f"{prefix}.embed"),
+            table=reader.file_table(f"{prefix}.embed"),
             wkv=reader.linear(f"{prefix}.wkv"),
             q_weight_cm=reader.tensor(f"{prefix}.q_weight"),
             k_weight_cm=reader.tensor(f"{prefix}.k_weight"),

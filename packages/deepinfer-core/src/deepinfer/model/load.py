@@ -21,7 +21,8 @@ from deepinfer.kernels.registry import backend_for_device, load_backend
 from deepinfer.model.model import Model
 from deepinfer.model.transformer import Transformer
 from deepinfer.model.weights import WeightReader
-from deepinfer.tokenizer import Tokenizer, compressed_token_map
+from deepinfer.tokenizer import Tokenizer
+from deepinfer.tokenizer import engram_token_map as map_of_tokenizer
 
 __all__ = ["load_model"]
 
@@ -73,7 +74,9 @@ def load_model(
     ops = _kernels(kernels, numerics, kv_format, _device(device))
     folder = resolve_model(path, offline=offline, revision=revision)
     config = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+    tokenizer = (
+        Tokenizer.from_folder(folder, config) if (folder / "tokenizer.json").exists() else None
+    )
     with Checkpoint.open(folder, config, ignore_unexpected=ignore_unexpected) as checkpoint:
         token_map_v = _token_map(config, tokenizer, engram_token_map, ops.device)
         with torch.inference_mode():
@@ -136,7 +139,7 @@ def _token_map(
             given.cpu() if isinstance(given, torch.Tensor) else given, dtype=np.int64
         )
     elif tokenizer is not None:
-        values = compressed_token_map(tokenizer)
+        values = map_of_tokenizer(tokenizer, config)
     else:
         raise ConfigError(
             "this model has Engram layers, whose lookups depend on the tokenizer, and the folder "

@@ -44,9 +44,9 @@ class WeightReader:
         """An embedding table in memory, `name.weight`."""
         return self.kernels.prepare_table(self.checkpoint.read(f"{name}.weight"))
 
-    def mapped_table(self, name: str) -> Any:
-        """A table that stays in its file, `name.weight`."""
-        return self.kernels.prepare_table(self.checkpoint.map(f"{name}.weight"))
+    def file_table(self, name: str) -> Any:
+        """A table that stays in its file unless it is small, `name.weight`."""
+        return self.kernels.prepare_table(self.checkpoint.table(f"{name}.weight"))
 
     def hyper_connection(self, prefix: str) -> HyperConnectionWeights:
         """`prefix_fn`, `prefix_base` and `prefix_scale`."""

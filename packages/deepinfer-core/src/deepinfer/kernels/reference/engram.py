@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from deepinfer.checkpoint.formats import StoredTensor
-from deepinfer.errors import CheckpointError
-from deepinfer.kernels import number_formats as nf
+from deepinfer.checkpoint.formats import dequantize
 from deepinfer.kernels.interface import Linear
 from deepinfer.kernels.reference.base import ReferenceBase, sigmoid
 
@@ -44,8 +42,8 @@ class EngramOps(ReferenceBase):
         return torch.cat(columns, dim=1) % primes_l + offsets_l
 
     def engram_gather(self, table: Any, row_tl: torch.Tensor) -> torch.Tensor:
-        value_tlu = _table_rows(table, row_tl.to(table.data.device))
-        return value_tlu.flatten(1).to(device=self.device, dtype=self.compute_dtype)
+        value_nu = dequantize(table.rows(row_tl.flatten().to(table.data.device)))
+        return value_nu.view(row_tl.shape[0], -1).to(device=self.device, dtype=self.compute_dtype)
 
     def engram_gate(
         self,
@@ -77,22 +75,3 @@ class EngramOps(ReferenceBase):
     ) -> torch.Tensor:
         logit_s = self.linear(torch.cat((hidden_sm, markov_sr), dim=-1), weight, wide=True)[:, 0]
         return sigmoid((logit_s / temperature).clamp(-_CONFIDENCE_CLAMP, _CONFIDENCE_CLAMP))
-
-
-def _table_rows(table: StoredTensor, row: torch.Tensor) -> torch.Tensor:
-    """Dequantised rows of a table that stays where it is (memory-mapped), float32 (..., U).
-
-    Raises:
-        CheckpointError: a row or scale is NaN; tables are too large to be checked when they are
-            opened.
-    """
-    value = table.data[row].float()
-    if table.scale is not None and table.block is not None:
-        scale = table.scale[row]
-        scale = nf.scale_of_ue8m0(scale) if scale.dtype == torch.uint8 else scale
-        value = value * nf.scales_per_value(scale, table.block[1], value.shape[-1])
-    if not bool(torch.isfinite(value).all()):
-        raise CheckpointError(
-            f"{table.name}: a row in use holds NaN or an infinite scale; download the file again"
-        )
-    return value

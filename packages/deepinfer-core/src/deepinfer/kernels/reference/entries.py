@@ -31,20 +31,16 @@ class EntryOps(ReferenceBase):
     """What layers with a compress ratio store, and what they choose to read."""
 
     def pool_pairs(
-        self,
-        gate_td: torch.Tensor,
-        value_td: torch.Tensor,
-        writes: EntryWrites,
-        state_p2d: torch.Tensor,
+        self, gate_value_te: torch.Tensor, writes: EntryWrites, state_p2d: torch.Tensor
     ) -> torch.Tensor:
-        step_t2d = torch.stack((gate_td, value_td), dim=1)
+        step_t2d = gate_value_te.unflatten(-1, (2, state_p2d.shape[-1]))
         history_x2d = state_p2d[writes.state_slots_x].to(step_t2d.dtype)
-        known_y2d = torch.cat((torch.zeros_like(step_t2d[:1]), history_x2d, step_t2d))
+        null_12d = step_t2d.new_zeros((1, *step_t2d.shape[1:]))
+        known_y2d = torch.cat((null_12d, history_x2d, step_t2d))
         pair_n22d = torch.stack((known_y2d[writes.partner_n], step_t2d[writes.row_n]), dim=1)
         gate_n2d, value_n2d = pair_n22d.unbind(2)
-        state_p2d[writes.state_writes.slot_m] = step_t2d[writes.state_writes.source_m].to(
-            state_p2d.dtype
-        )
+        new_m2d = step_t2d[writes.state_writes.source_m]
+        state_p2d[writes.state_writes.slot_m] = new_m2d.to(state_p2d.dtype)
         return self._round((torch.softmax(gate_n2d, dim=1) * value_n2d).sum(1))
 
     def store_entries(
