@@ -10,7 +10,7 @@ from tests.core.model.golden import all_cases
 
 from deepinfer.engine import generate
 from deepinfer.engine.loop import _sample, _Sequence
-from deepinfer.errors import ConfigError
+from deepinfer.errors import CheckpointError, ConfigError
 from deepinfer.model.model import Model
 from deepinfer.outputs import GenerationRequest, Progress
 
@@ -182,6 +182,80 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
     want = torch.softmax(logits / temperature, -1) * n
     got = torch.bincount(torch.tensor(drawn), minlength=4)
     assert float(((got - want) ** 2 / want).sum()) < 31
+
+
+def test_noise_of_one_position_says_nothing_about_another() -> None:
+    """At an absurd temperature only the noise decides. Counting Philox by position alone, each
+    row's noise was the last one's shifted by four ids, and the tokens went down in steps of four.
+    """
+    drawn = []
+    for length in range(1, 60):
+        state = _state(temperature=1e30, seed=7)
+        state.token_ids = [1] * length
+        drawn += _sample([state], torch.zeros(1, 512))
+    steps = [(a - b) % 512 for a, b in zip(drawn, drawn[1:], strict=False)]
+    assert max(steps.count(step) for step in steps) <= 4
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)) * 30
+    assert _sample([_state(temperature=temperature)], logits) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_fail_their_request_alone(
+    model: Model, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    """They used to become token 0."""
+    forward = type(model.transformer).forward
+
+    def spoil(self, step, cache, trace=None):  # type: ignore[no-untyped-def]
+        logits = forward(self, step, cache, trace)
+        logits[(step.token_ids_t[-len(logits) :] == 77).nonzero()[:1, 0]] = bad
+        return logits
+
+    monkeypatch.setattr(type(model.transformer), "forward", spoil)
+    good, spoilt = generate(model, [request([1]), request([77], max_tokens=4)])
+    assert good.finish_reason == "length"
+    assert spoilt.finish_reason == "error"
+    assert "not finite" in (spoilt.error or "")
+
+
+def test_a_damaged_table_row_fails_only_the_request_that_looks_it_up(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that meets it is shared; the others are computed again and get their own tokens."""
+    forward = type(model.transformer).forward
+    requests = [request([n, 5, n], max_tokens=5) for n in (10, 11, 12)]
+    want = [r.token_ids for r in generate(model, requests)]
+
+    def fail(self, step, cache, trace=None):  # type: ignore[no-untyped-def]
+        if bool((step.token_ids_t == 11).any()):
+            raise CheckpointError("layers.1.engram.embed.weight: row 3 is NaN")
+        return forward(self, step, cache, trace)
+
+    monkeypatch.setattr(type(model.transformer), "forward", fail)
+    got = generate(model, requests)
+    assert [r.finish_reason for r in got] == ["length", "error", "length"]
+    assert "row 3" in (got[1].error or "")
+    assert [got[0].token_ids, got[2].token_ids] == [want[0], want[2]]
+
+
+def test_a_small_row_budget_lowers_the_default_number_of_sequences(model: Model) -> None:
+    results = generate(model, [request([n]) for n in range(5)], max_num_batched_tokens=2)
+    assert all(r.finish_reason == "length" for r in results)
+
+
+def test_caches_that_do_not_fit_are_said_in_gigabytes(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**sizes: int) -> None:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(model, "new_cache", refuse)
+    with pytest.raises(ConfigError, match="GB, more than can be had; lower max_num_seqs"):
+        generate(model, [request([1])])
 
 
 def _state(**options: object) -> _Sequence:

@@ -88,6 +88,11 @@ def test_without_any_the_reference_is_taken(installed: Callable[..., None]) -> N
     assert registry.backend_for_device("gpu").name == "reference"
 
 
+def test_a_broken_package_does_not_stop_the_others(installed: Callable[..., None]) -> None:
+    installed("old", "one")
+    assert registry.backend_for_device("gpu").name == "one"
+
+
 def test_two_usable_platforms_must_be_chosen_between(installed: Callable[..., None]) -> None:
     installed("one", "two")
     with pytest.raises(BackendError, match="one, two"):

@@ -11,7 +11,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,15 @@ from safetensors.torch import load_file
 
 import deepinfer
 from deepinfer.cache.pools import CachePools
+from deepinfer.cache.records import KvFormat
+from deepinfer.kernels.cpu import CpuKernels
+from deepinfer.kernels.interface import Kernels, Numerics
+from deepinfer.kernels.padded import PaddedKernels
+from deepinfer.kernels.reference import ReferenceKernels
 from deepinfer.model.model import Model
 from deepinfer.step.builder import SequenceRows
+
+KERNELS = {"reference": ReferenceKernels, "cpu": CpuKernels, "padded": PaddedKernels}
 
 TIGHT = 1e-4
 """Largest difference over the logits' deviation where no quantiser boundary can be crossed: fp32
@@ -34,10 +41,16 @@ class GoldenCase:
     """One folder of right values."""
 
     folder: Path
+    kernels: str = "cpu"
+    """Name in `KERNELS` of what it runs on."""
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    def on(self, kernels: str) -> GoldenCase:
+        """The same case on other kernels."""
+        return replace(self, kernels=kernels)
 
     @cached_property
     def values(self) -> dict[str, torch.Tensor]:
@@ -60,16 +73,20 @@ class GoldenCase:
     def embeds(self, number: int) -> torch.Tensor | None:
         return self.values.get(f"{number}.image_embeds")
 
-    def load(self, **options: Any) -> Model:
-        return load_case(self, tuple(sorted(options.items())))
+    def load_on(self, kernels: Kernels) -> Model:
+        """The case's model on a kernels object."""
+        return deepinfer.load_model(
+            self.folder, kernels=kernels, engram_token_map=self.values.get("engram_token_map")
+        )
+
+    def load(self, *, numerics: Numerics = "exact", kv_format: KvFormat = "v41") -> Model:
+        """The case's model on its kernels; the same model for the same arguments."""
+        return _load(self, numerics, kv_format)
 
 
 @cache
-def load_case(case: GoldenCase, options: tuple[tuple[str, Any], ...]) -> Model:
-    """The case's model; the same one for the same options."""
-    return deepinfer.load_model(
-        case.folder, engram_token_map=case.values.get("engram_token_map"), **dict(options)
-    )
+def _load(case: GoldenCase, numerics: Numerics, kv_format: KvFormat) -> Model:
+    return case.load_on(KERNELS[case.kernels](numerics=numerics, kv_format=kv_format))
 
 
 def all_cases() -> list[GoldenCase]:
@@ -239,15 +256,13 @@ def assert_tight(got: torch.Tensor, want: torch.Tensor, what: str = "logits") ->
 
 
 def assert_quantized(got: torch.Tensor, want: torch.Tensor, what: str = "logits") -> None:
-    """A float32 run may cross a quantiser's boundary: a few rows may move by up to 1e-2 or so, most
-    may not.
+    """A float32 run may cross a boundary of the cache's quantisers. That row and those that look
+    back at it then move by 1e-4 to 1e-2 deviations; the rows before it may not move at all.
     """
     errors = row_errors(got, want)
     moved = float((errors >= TIGHT).double().mean())
-    assert moved <= 0.1, f"{what}: {moved:.0%} of the rows are off by more than {TIGHT} deviations"
-    assert errors.max() < 0.1, (
-        f"{what}: row {int(errors.argmax())} is off by {errors.max():.1e} deviations"
-    )
+    assert moved <= 0.5, f"{what}: {moved:.0%} of the rows are off by more than {TIGHT} deviations"
+    assert errors.max() < 0.03, f"{what}: row {int(errors.argmax())} is off by {errors.max():.1e}"
     top2 = want.topk(2).values
     clear = (top2[..., 0] - top2[..., 1]) > 0.02 * want.std()
     assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear]), f"{what}: another arg-max"

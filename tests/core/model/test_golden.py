@@ -1,5 +1,4 @@
-"""The reference model against right values of an independent implementation, in numerics `exact`.
-"""
+"""The model against right values of an independent implementation, in numerics `exact`."""
 
 from __future__ import annotations
 
@@ -18,10 +17,19 @@ from tests.core.model.golden import (
 )
 
 from deepinfer.engine import generate
+from deepinfer.kernels.reference import ReferenceKernels
 from deepinfer.outputs import GenerationRequest
 
 CASES = all_cases()
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def with_kernels(cases: list[GoldenCase]) -> Any:
+    """Each case on the reference and on the compiled kernels."""
+    both = [case.on(kernels) for case in cases for kernels in ("reference", "cpu")]
+    return pytest.mark.parametrize("case", both, ids=lambda case: f"{case.name}-{case.kernels}")
+
+
+each_case = with_kernels(CASES)
 each_format = pytest.mark.parametrize(
     ("kv_format", "key", "check"),
     [("none", "logits_no_kv_quant", assert_tight), ("v41", "logits", assert_quantized)],
@@ -95,15 +103,13 @@ def test_prefixes_of_different_lengths_together(case: GoldenCase) -> None:
         )
 
 
-@each_case
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64_matches_to_the_precision_of_the_stored_values(case: GoldenCase) -> None:
     """In float64 nothing is left of summation order: what remains is float32 rotation angles and
     stored float32.
     """
-    from deepinfer.kernels.reference import ReferenceKernels
-
     kernels = ReferenceKernels(numerics="exact", kv_format="none", compute_dtype=torch.float64)
-    model = case.load(kernels=kernels)
+    model = case.load_on(kernels)
     for number in case.numbers:
         got = model.full_logits(
             [case.ids(number)], image_mask=[case.mask(number)], image_embeds=[case.embeds(number)]
@@ -191,9 +197,7 @@ def test_greedy_continuation(case: GoldenCase) -> None:
         assert tokens == want
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if "0.draft.anchors" in c.values], ids=lambda case: case.name
-)
+@with_kernels([c for c in CASES if "0.draft.anchors" in c.values])
 @pytest.mark.parametrize("chunk_size", [64, 5, 1])
 def test_draft_blocks(case: GoldenCase, chunk_size: int) -> None:
     """Drafts behind three anchors of one prompt, while its prefill goes on in chunks."""
@@ -213,9 +217,7 @@ def check_draft(case: GoldenCase, got: dict[str, torch.Tensor], key: str) -> Non
     torch.testing.assert_close(got["conf"], case.values[f"{key}.conf"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if "0.replay.keep" in c.values], ids=lambda case: case.name
-)
+@with_kernels([c for c in CASES if "0.replay.keep" in c.values])
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 16])
 def test_bounded_replay(case: GoldenCase, chunk_size: int | None) -> None:
     """Decoder layers on the kept rows only: their logits, the greedy tokens after them, and the

@@ -50,11 +50,12 @@ def test_every_numerics_and_format(tiny: Path, numerics: str, kv_format: str) ->
 
 def test_the_map_of_token_ids_as_a_list_an_array_or_a_tensor() -> None:
     case, maps = CASES["c08"], CASES["c08"].values["engram_token_map"]
-    want = case.load().full_logits([case.ids(0)])[0]
-    for given in (maps, maps.tolist(), maps.numpy()):
-        model = deepinfer.load_model(case.folder, engram_token_map=given)
-        got = model.full_logits([case.ids(0)])[0]
-        assert torch.equal(got, want)
+    models = [
+        deepinfer.load_model(case.folder, engram_token_map=given)
+        for given in (maps, maps.tolist(), maps.numpy())
+    ]
+    want, *others = (model.full_logits([case.ids(0)])[0] for model in models)
+    assert all(torch.equal(other, want) for other in others)
 
 
 def test_engram_without_tokenizer_or_map_is_refused() -> None:
@@ -131,6 +132,11 @@ def test_every_missing_tensor_is_named_before_anything_is_computed(tmp_path: Pat
         ({"token_ids": [[1, 2]], "image_mask": [None, None]}, "2 image masks"),
         ({"token_ids": [[1, 2]], "image_embeds": [torch.zeros(1, 64)]}, "need .0, 64"),
         ({"token_ids": [[1, 2]], "replay_keep": 4}, "no layer of ratio 1"),
+        ({"token_ids": [[1, 2]], "chunk_size": 0}, "chunk_size=0"),
+        ({"token_ids": [1, 2]}, "list of sequences"),
+        ({"token_ids": ["12"]}, "list of sequences"),
+        ({"token_ids": [[1.5]]}, "integers"),
+        ({"token_ids": [[True]]}, "integers"),
     ],
 )
 def test_requests_that_cannot_be_computed(options: dict, words: str) -> None:
@@ -140,3 +146,16 @@ def test_requests_that_cannot_be_computed(options: dict, words: str) -> None:
 
 def test_no_sequences_no_logits() -> None:
     assert CASES["c01"].load().full_logits([]) == []
+
+
+def test_engram_in_the_decoder_with_chunks_that_lie_before_the_replayed_part(
+    tmp_path: Path,
+) -> None:
+    """A chunk wholly before the cut leaves the decoder's Engram layer without rows."""
+    config = json.loads((CASES["c08"].folder / "config.json").read_text())
+    config["text_config"]["engram_layer_ids"] = [1, 5]
+    folder = synthesize(tmp_path / "model", config=config, format="plain")
+    model = deepinfer.load_model(folder)
+    ids = [list(range(3, 43))]
+    whole = model.full_logits(ids, replay_keep=10)[0]
+    assert (model.full_logits(ids, replay_keep=10, chunk_size=8)[0] - whole).abs().max() < 1e-3

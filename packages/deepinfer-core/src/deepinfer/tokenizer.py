@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from deepinfer.config.fields import shown
 from deepinfer.config.untrusted import parse_json, read_bounded
-from deepinfer.errors import CheckpointError
+from deepinfer.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -114,8 +114,14 @@ class Tokenizer:
             text: the prompt.
             add_bos: put BOS in front; None means as the checkpoint's policy says. A text that
                 begins with BOS itself never gets a second one.
+
+        Raises:
+            RequestError: the tokenizer has no token for a part of it.
         """
-        ids = list(self.raw.encode(text, add_special_tokens=False).ids)
+        try:
+            ids = list(self.raw.encode(text, add_special_tokens=False).ids)
+        except BaseException as err:
+            raise _translated(err, "the prompt cannot be encoded") from err
         wanted = self._adds_bos if add_bos is None else add_bos
         if wanted and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
@@ -128,7 +134,10 @@ class Tokenizer:
             ids: token ids; those the tokenizer does not know give nothing.
             skip_special_tokens: leave out tokens that the file marks special, such as EOS.
         """
-        return str(self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        try:
+            return str(self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except BaseException as err:
+            raise _translated(err, "the tokens cannot be decoded") from err
 
 
 def compressed_token_map(
@@ -213,7 +222,7 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     except (OSError, ValueError) as err:
         raise CheckpointError(f"file {_FILE}: cannot be read ({err})", where=where) from err
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        raw = tokenizers.Tokenizer.from_str(text)
     # the library raises bare Exception for a malformed file, and its panics derive from
     # BaseException alone
     except BaseException as err:
@@ -221,6 +230,21 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
             raise
         reason = ascii(str(err))[1:201]
         raise CheckpointError(f"file {_FILE}: no valid tokenizer ({reason})", where=where) from err
+    raw.no_truncation()  # settings of a training run; a prompt is taken as it is
+    raw.no_padding()
+    if getattr(raw.model, "dropout", None):
+        raise CheckpointError(f"file {_FILE}: has a BPE dropout, ids would be random", where=where)
+    return raw
+
+
+def _translated(err: BaseException, what: str) -> BaseException:
+    """An error of the tokenizers library as one of ours; anything else stays as it is.
+
+    The library raises bare Exception, and its panics derive from BaseException alone.
+    """
+    if isinstance(err, Exception) or type(err).__name__ == "PanicException":
+        return RequestError(f"{what}: {ascii(str(err))[1:201]}")
+    return err
 
 
 def _settings(folder: Path) -> dict[str, object]:

@@ -108,8 +108,9 @@ class GenerateOptions:
     ignore_unexpected: Annotated[Flag, Parameter(group=_MODEL)] = False
     """Accept a checkpoint that holds tensors the model does not know."""
 
-    max_num_seqs: Annotated[_Count, Parameter(group=_BATCH)] = 16
-    """Most prompts served at the same time, in prompts."""
+    max_num_seqs: Annotated[_Count | None, Parameter(group=_BATCH)] = None
+    """Most prompts served at the same time, in prompts; default 16, or --max-num-batched-tokens
+    if that is smaller."""
 
     max_num_batched_tokens: Annotated[_Count, Parameter(group=_BATCH)] = 512
     """Most tokens computed in one step, in tokens; longer prompts are read in chunks."""

@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -70,6 +71,7 @@ def synthesize(
     """
     out = Path(out)
     _check_arguments(out, seed, format, dtype)
+    target = Path(os.path.realpath(out))  # a link to an empty folder fills that folder
     values = _load(config)
     values.pop("quantization_config", None)
     values["dtype"] = "bfloat16" if format == "served" else dtype
@@ -82,21 +84,30 @@ def synthesize(
         distinct = int(compressed_token_map(tokenizer, parsed.vocab_size).max()) + 1
         values["text_config"]["engram_compressed_vocab_size"] = distinct
         parsed = ModelConfig.from_dict(values)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    partial.mkdir()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(
+        tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
+    )
+    partial.chmod(0o777 & ~_umask())
     try:
         _write_weights(partial, parsed, seed)
         for file_name, text in tokenizer_files(raw).items():
             (partial / file_name).write_text(text, encoding="utf-8", newline="\n")
         _write_json(partial / "config.json", values)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _check_arguments(out: Path, seed: int, format: str, dtype: str) -> None:

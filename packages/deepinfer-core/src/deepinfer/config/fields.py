@@ -18,6 +18,9 @@ MAX_INT = 2**31 - 1
 
 _ABSENT = object()
 
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
+"""Normal float32 numbers: the model computes with these."""
+
 
 def shown(value: object, limit: int = 80) -> str:
     """`value` as it may be printed: ASCII, one line, at most `limit` characters."""
@@ -123,15 +126,16 @@ class Section:
         return value
 
     def number(self, key: str, *, above: float = 0.0, at_least: float | None = None) -> float:
-        """A finite number above `above`, or not below `at_least`; 1.0 when wrong."""
+        """A float32 number above `above`, or not below `at_least`; 1.0 when wrong."""
         bound = f"above {above:g}" if at_least is None else f"at least {at_least:g}"
-        allowed = f"a finite number {bound}"
+        allowed = f"a number {bound} that float32 holds (0 or {_SMALLEST:.1e} to {_LARGEST:.1e})"
         value = self.values.get(key, _ABSENT)
         if value is _ABSENT:
             self.missing(key, allowed)
             return 1.0
         in_range = is_number(value) and (value > above if at_least is None else value >= at_least)
-        if not is_number(value) or not in_range:
+        fits = is_number(value) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST)
+        if not is_number(value) or not in_range or not fits:
             self.note(key, shown(value), allowed)
             return 1.0
         return float(value)

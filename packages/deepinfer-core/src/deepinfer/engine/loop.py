@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deepinfer.cache.pools import CachePools
-from deepinfer.errors import ConfigError, RequestError
+from deepinfer.errors import CheckpointError, ConfigError, RequestError
 from deepinfer.model.model import Model
 from deepinfer.outputs import (
     CompletionOutput,
@@ -35,7 +35,7 @@ def generate(
     model: Model,
     requests: Sequence[GenerationRequest],
     *,
-    max_num_seqs: int = 16,
+    max_num_seqs: int | None = None,
     max_num_batched_tokens: int = 512,
     max_model_len: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -47,7 +47,7 @@ def generate(
         model: a loaded model.
         requests: prompts and their limits. One that cannot run gets an error of its own, the others
             go on.
-        max_num_seqs: most sequences that run at a time.
+        max_num_seqs: most sequences that run at a time; None: 16, or the row budget if smaller.
         max_num_batched_tokens: most rows of one forward.
         max_model_len: longest prompt plus output in tokens; None: the model's context.
         on_progress: called after every step.
@@ -57,6 +57,8 @@ def generate(
     Raises:
         ConfigError: a limit that lets nothing run.
     """
+    if max_num_seqs is None:
+        max_num_seqs = max(1, min(16, max_num_batched_tokens))
     limit = _check_limits(model, max_num_seqs, max_num_batched_tokens, max_model_len)
     run = _Run(model, requests, limit, max_num_seqs, max_num_batched_tokens)
     while run.has_work:
@@ -88,6 +90,19 @@ def _check_limits(
     return max_model_len or context
 
 
+def _allocate(model: Model, num_slots: int, num_blocks: int) -> CachePools:
+    layout, value = model.layout, torch.finfo(model.kernels.compute_dtype).bits // 8
+    need = (num_slots + 1) * layout.bytes_per_slot(value)
+    need += (num_blocks + 1) * layout.bytes_per_block(value)
+    try:
+        return model.new_cache(num_slots=num_slots, num_blocks=num_blocks)
+    except (MemoryError, RuntimeError) as problem:  # what torch raises depends on the device
+        raise ConfigError(
+            f"the caches of {num_slots} sequences take {need / 1e9:.1f} GB, more than can be had; "
+            f"lower max_num_seqs, max_tokens or max_model_len"
+        ) from problem
+
+
 @dataclass(slots=True)
 class _Sequence:
     """One request while it runs."""
@@ -103,6 +118,8 @@ class _Sequence:
     slot: int = 0
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    runs_alone: bool = False
+    """It was in a step that failed, and may be the cause."""
     started_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float = 0.0
@@ -151,7 +168,7 @@ class _Run:
         )  # the largest that may run at a time, so that all of them fit
         self._free_slots = list(range(num_slots, 0, -1))
         self._free_blocks = list(range(num_blocks, 0, -1))
-        self._cache: CachePools = model.new_cache(num_slots=num_slots, num_blocks=num_blocks)
+        self._cache = _allocate(model, num_slots, num_blocks)
         self._builder: InputBuilder = model.input_builder()
 
     @property
@@ -170,17 +187,39 @@ class _Run:
         """Admit what fits, run one forward, settle what it finished."""
         self._admit()
         batch = self._plan()
-        with torch.inference_mode():
-            logits = self._model.transformer.forward(
-                self._builder.step([rows for _, rows in batch]), self._cache
-            )
-            tokens = iter(_sample([seq for seq, rows in batch if rows.num_logits], logits))
+        try:
+            tokens = iter(self._forward(batch))
+        except (CheckpointError, OSError) as problem:  # a table row that is damaged or out of reach
+            self._blame(batch, problem)
+            return
         now_s = time.perf_counter()
         for seq, rows in batch:
             self._num_prompt_rows += max(0, min(rows.end, seq.num_prompt_tokens) - rows.start)
             seq.num_computed = rows.end
             if rows.num_logits:
-                self._append(seq, next(tokens), now_s)
+                token = next(tokens)
+                if token is None:
+                    self._release(seq, "error", "the model's logits are not finite (NaN or inf)")
+                else:
+                    self._append(seq, token, now_s)
+
+    def _forward(self, batch: Sequence[tuple[_Sequence, SequenceRows]]) -> list[int | None]:
+        """Run the rows of a step; the next token of each sequence whose last row was among them."""
+        with torch.inference_mode():
+            step = self._builder.step([rows for _, rows in batch])
+            logits = self._model.transformer.forward(step, self._cache)
+            return _sample([seq for seq, rows in batch if rows.num_logits], logits)
+
+    def _blame(self, batch: Sequence[tuple[_Sequence, SequenceRows]], problem: Exception) -> None:
+        """A step failed by what one of its sequences looked up: that one fails, the others go on.
+
+        Which one it was shows when each is computed again, from its beginning and alone.
+        """
+        if len(batch) == 1:
+            self._release(batch[0][0], "error", str(problem))
+            return
+        for seq, _ in batch:
+            seq.num_computed, seq.runs_alone = 0, True
 
     def finish(self) -> list[RequestOutput]:
         """Every result; what did not finish is aborted with what it has."""
@@ -250,7 +289,10 @@ class _Run:
         budget.
         """
         left, batch = self._max_rows, []
-        for seq in sorted(self._running, key=lambda s: len(s.token_ids) - s.num_computed > 1):
+        suspects = [seq for seq in self._running if seq.runs_alone][:1]
+        for seq in suspects or sorted(
+            self._running, key=lambda s: len(s.token_ids) - s.num_computed > 1
+        ):
             count = min(len(seq.token_ids) - seq.num_computed, left)
             if count == 0:
                 break
@@ -272,21 +314,22 @@ class _Run:
         elif len(seq.token_ids) >= seq.max_len:
             self._release(seq, "length")
 
-    def _release(self, seq: _Sequence, reason: FinishReason) -> None:
+    def _release(self, seq: _Sequence, reason: FinishReason, error: str | None = None) -> None:
         """The one way out: give back slot and blocks, record the result."""
         if seq in self._running:
             self._running.remove(seq)
             self._free_slots.append(seq.slot)
             self._free_blocks.extend(seq.blocks)
         output_ids = seq.token_ids[seq.num_prompt_tokens :]
+        try:
+            text = self._text(output_ids)
+        except RequestError as problem:
+            text, error = "", str(problem)
         self._results[seq.index] = RequestOutput(
             index=seq.index,
             num_prompt_tokens=seq.num_prompt_tokens,
-            outputs=[
-                CompletionOutput(
-                    token_ids=output_ids, text=self._text(output_ids), finish_reason=reason
-                )
-            ],
+            outputs=[CompletionOutput(token_ids=output_ids, text=text, finish_reason=reason)],
+            error=error,
             stats=self._stats(seq),
         )
 
@@ -309,21 +352,24 @@ class _Run:
         )
 
 
-def _sample(sequences: Iterable[_Sequence], logits_sv: torch.Tensor) -> list[int]:
-    """Next token of each sequence from its row of logits.
+def _sample(sequences: Iterable[_Sequence], logits_sv: torch.Tensor) -> list[int | None]:
+    """Next token of each sequence from its row of logits; None where a logit is not finite.
 
     Temperature 0 takes the arg-max, lowest id on ties. Otherwise the arg-max of logits /
     temperature plus Gumbel noise that depends on the request's seed, the position and the token id
     alone, so that a request gets the same tokens whatever runs beside it.
     """
-    tokens = logits_sv.argmax(-1).tolist()
+    tokens: list[int | None] = [*logits_sv.argmax(-1).tolist()]
+    is_finite = torch.isfinite(logits_sv).all(-1).tolist()
     for row, seq in enumerate(sequences):
         temperature = seq.request.temperature
-        if temperature > 0.0:
-            bits = np.random.Philox(key=seq.request.seed & (2**64 - 1), counter=len(seq.token_ids))
-            uniform_v = np.random.Generator(bits).random(logits_sv.shape[1])
+        if not is_finite[row]:
+            tokens[row] = None
+        elif temperature > 0.0:
+            key = (seq.request.seed & (2**64 - 1), len(seq.token_ids))
+            uniform_v = np.random.Generator(np.random.Philox(key=key)).random(logits_sv.shape[1])
             noise_v = -np.log(-np.log(np.maximum(uniform_v, np.finfo(np.float64).tiny)))
-            tokens[row] = int(
-                (logits_sv[row].double().cpu().numpy() / temperature + noise_v).argmax()
-            )
+            logits_v = logits_sv[row].double().cpu().numpy()
+            with np.errstate(over="ignore"):  # a tiny temperature: all but the largest are -inf
+                tokens[row] = int(((logits_v - logits_v.max()) / temperature + noise_v).argmax())
     return tokens

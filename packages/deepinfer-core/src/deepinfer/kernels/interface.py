@@ -11,6 +11,9 @@ dequantised weights in float32; `served` rounds where accelerators round (values
 around in the compute dtype, holding bfloat16 numbers) and quantises the inputs of linears that are
 stored quantised.
 
+Inputs may be views: activations and indices with any strides; records, rotations, mixes, expert ids
+and expert weights are contiguous but may start anywhere.
+
 Shape letters: T = rows, S = sequences, C = streams, M = hidden size, H = heads, D = head dim, R =
 rotary pairs, Q = query rank, I = index heads, J = index dim, K = selected entries, B = candidate
 blocks, E = experts, A = experts per row, F = expert width, V = vocabulary, N = completed entries, L
@@ -184,8 +187,8 @@ class Kernels(ABC):
     def expand_streams(
         self, h_tm: torch.Tensor, num_streams: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every stream starts as the embedding; the first pre-mix takes stream 0. Returns (T, C,
-        M), (T, C).
+        """Every stream starts as the embedding, rounded in `served`; the first pre-mix takes
+        stream 0. Returns (T, C, M), (T, C).
         """
 
     @abstractmethod

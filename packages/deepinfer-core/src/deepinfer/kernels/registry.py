@@ -7,9 +7,11 @@ chosen one is imported.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +34,8 @@ __all__ = [
     "load_backend",
     "reference_backend",
 ]
+
+logger = logging.getLogger(__name__)
 
 API_VERSION = 1
 """Version of the kernel interface; a package made for another one is refused."""
@@ -94,11 +98,9 @@ def load_backend(name: str) -> Backend:
     found = installed_backends()
     if name not in found:
         near = get_close_matches(name, found, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else f'pip install "deepinfer[{name}]" from a checkout'
-        )
+        hint = f"did you mean {near[0]!r}?" if near else "choose one of these"
+        if name in ("nvidia", "ascend"):
+            hint = f"pip install packages/deepinfer-kernels-{name} in a checkout"
         raise BackendError(
             f"backend {name!r} is not installed (have: {', '.join(found) or 'none'}); {hint}"
         )
@@ -119,9 +121,12 @@ def backend_for_device(device_type: str) -> Backend:
     """
     usable = []
     for name in installed_backends():
-        backend = load_backend(name)
-        if backend.device_type == device_type and backend.probe().usable:
-            usable.append(backend)
+        try:
+            backend = load_backend(name)
+            if backend.device_type == device_type and backend.probe().usable:
+                usable.append(backend)
+        except Exception as problem:  # a package of others that is broken must not stop this device
+            logger.warning("backend %r is left out: %s", name, problem)
     if len(usable) > 1:
         names = ", ".join(backend.name for backend in usable)
         raise BackendError(
@@ -145,6 +150,26 @@ def reference_backend() -> Backend:
     return Backend("reference", API_VERSION, "any", _always_usable, _create_reference)
 
 
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _create_cpu(*, numerics: Numerics, kv_format: KvFormat, device: torch.device) -> Kernels:
+    from deepinfer.kernels.cpu import CpuKernels
+    from deepinfer.kernels.cpu_build import BuildError
+    from deepinfer.kernels.padded import PaddedKernels
+
+    try:
+        return CpuKernels(numerics=numerics, kv_format=kv_format, device=device)
+    except BuildError as problem:
+        _say_once(
+            f"CPU kernels are not compiled ({problem}); running on torch, many times slower. "
+            f"Install a C compiler, or name one in the environment variable CC"
+        )
+        return PaddedKernels(numerics=numerics, kv_format=kv_format, device=device)
+
+
 def cpu_backend() -> Backend:
-    """Kernels of the CPU; the reference until compiled ones exist."""
-    return Backend("cpu", API_VERSION, "cpu", _always_usable, _create_reference)
+    """Compiled kernels of the CPU; torch where there is no compiler."""
+    return Backend("cpu", API_VERSION, "cpu", _always_usable, _create_cpu)

@@ -62,6 +62,8 @@ class DSpark:
 
     block_size: int
     noise_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """Layers whose features are concatenated, in this order."""
     num_streams: int
     main_proj: Linear
     main_norm: Norm
@@ -80,6 +82,7 @@ class DSpark:
         return cls(
             block_size=config.block_size,
             noise_token_id=config.noise_token_id,
+            target_layer_ids=config.target_layer_ids,
             num_streams=reader.config.hc_mult,
             main_proj=reader.linear("mtp.0.main_proj"),
             main_norm=reader.norm("mtp.0.main_norm"),
@@ -96,8 +99,9 @@ class DSpark:
         (7.1, 7.2).
         """
         k, rows = fwd.kernels, fwd.step.rows
-        features, keep = fwd.features, fwd.step.decoder_keep
-        if keep is not None and features[-1].shape[0] != rows.num_rows:
+        features = [fwd.features[layer] for layer in self.target_layer_ids]
+        keep = fwd.step.decoder_keep
+        if keep is not None and any(f.shape[0] != rows.num_rows for f in features):
             rows = fwd.step.decoder_rows
             features = [f if f.shape[0] == rows.num_rows else f[keep] for f in features]
         context_tm = k.rms_norm(

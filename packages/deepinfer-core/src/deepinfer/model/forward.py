@@ -58,8 +58,8 @@ class Forward:
     selections: dict[int, Selection] = field(default_factory=dict)
     """Per index source."""
     candidates: Candidates | None = None
-    features: list[torch.Tensor] = field(default_factory=list)
-    """Draft target features so far, (T, M) each; those of encoder layers have all rows."""
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Draft features by target layer, (T, M) each; those of encoder layers have all rows."""
     lookback_tg: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class Indexer:
         config = reader.config
         return cls(
             plan=plan,
-            topk=config.index_topk,
+            topk=min(config.index_topk, -(-config.max_position_embeddings // plan.ratio)),
             num_heads=config.index_n_heads,
             candidates=config.candidates if plan.publishes_candidates else None,
             wq_b=reader.linear(f"{prefix}.indexer.wq_b"),

@@ -99,11 +99,13 @@ def _device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("a meta device computes nothing")
     except (
         AssertionError,
         RuntimeError,
     ) as problem:  # torch has no single error for a missing device
-        first_line = str(problem).partition("\n")[0]
+        first_line = str(problem).partition("\n")[0][:150]
         raise BackendError(
             f"device {str(name)!r} cannot be used here ({first_line}); use device='cpu'"
         ) from problem

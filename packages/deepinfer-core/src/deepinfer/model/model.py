@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deepinfer.cache.layout import CacheLayout
@@ -96,7 +97,9 @@ class Model:
                 do not fit, a sequence beyond the model's context, or replay that the model cannot
                 do.
         """
-        prompts = [[int(t) for t in ids] for ids in token_ids]
+        prompts = _as_ids(token_ids)
+        if chunk_size is not None and chunk_size < 1:
+            raise RequestError(f"chunk_size={chunk_size} runs nothing; give at least 1, or None")
         for number, ids in enumerate(prompts):
             self.check_prompt(ids, name=f"sequence {number}")
         self._check_replay(replay_keep)
@@ -197,6 +200,27 @@ class Model:
                 f"an image mask has {len(flags)} flags, its sequence {len(ids)} tokens"
             )
         return flags if any(flags) else None
+
+
+def _as_ids(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Plain integers of lists, arrays or tensors of ids.
+
+    Raises:
+        RequestError: something else than sequences of integers.
+    """
+    prompts = []
+    for number, ids in enumerate(token_ids):
+        given = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise RequestError(
+                f"sequence {number} is {given!r:.60}; give a list of sequences of token ids"
+            )
+        values = [t.item() if isinstance(t, (torch.Tensor, np.generic)) else t for t in given]
+        wrong = next((t for t in values if isinstance(t, bool) or not isinstance(t, int)), None)
+        if wrong is not None:
+            raise RequestError(f"sequence {number} has {wrong!r:.60}, token ids are integers")
+        prompts.append(values)
+    return prompts
 
 
 def _spread(given: Sequence | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> list:  # type: ignore[type-arg]

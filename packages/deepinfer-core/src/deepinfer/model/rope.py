@@ -34,8 +34,8 @@ def yarn_frequencies(theta: float, rotary_dim: int, yarn: YarnConfig) -> torch.T
     low = max(math.floor(pair_of(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_of(yarn.beta_slow)), rotary_dim - 1)
     i_r = torch.arange(rotary_dim // 2, dtype=torch.float64)
-    # a ramp of no length is a step; the small width keeps it finite
-    slow_r = ((i_r - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    width = high - low or 1e-3  # a ramp of no length is a step
+    slow_r = ((i_r - low) / width).clamp(0.0, 1.0)
     plain_r = theta ** (-2.0 * i_r / rotary_dim)
     return (slow_r * plain_r / yarn.factor + (1.0 - slow_r) * plain_r).to(torch.float32)
 

@@ -67,7 +67,8 @@ class Layer:
         if self.engram is not None:
             self.engram.write(streams, fwd)
         if self.plan.is_draft_target:
-            fwd.features.append(fwd.kernels.mean_streams(streams.settled()))
+            feature_tm = fwd.kernels.mean_streams(streams.settled())
+            fwd.features[self.plan.layer] = feature_tm
         x_tm = streams.enter(self.attn_hc, self.attn_norm)
         self.attention.store_entries(x_tm, fwd)
         if begins_decoder:

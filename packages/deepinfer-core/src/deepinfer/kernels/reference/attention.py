@@ -82,18 +82,21 @@ class AttentionOps(ReferenceBase):
                 entry_tkd = gather_records(entries, slots_tk).to(self.compute_dtype)
                 keys_twd = torch.cat((keys_twd, entry_tkd), dim=1)
                 is_key_tw = torch.cat((is_key_tw, slots_tk != 0), dim=1)
-            out_thd[part] = _attend(q_thd[part], keys_twd, is_key_tw, sink_h)
+            out_thd[part] = self._attend(q_thd[part], keys_twd, is_key_tw, sink_h)
         return self.rotate(self._round(out_thd), rotation, inverse=True)
 
-
-def _attend(
-    q_thd: torch.Tensor, keys_twd: torch.Tensor, is_key_tw: torch.Tensor, sink_h: torch.Tensor
-) -> torch.Tensor:
-    """softmax(q . keys / sqrt(D)) keys, the sink in the denominator; 0 where there is no key."""
-    logits_thw = torch.matmul(q_thd, keys_twd.transpose(1, 2)) * q_thd.shape[-1] ** -0.5
-    logits_thw = logits_thw.masked_fill(~is_key_tw[:, None], float("-inf"))
-    sink_th1 = sink_h[None, :, None].expand(q_thd.shape[0], -1, 1)
-    peak_th1 = torch.maximum(logits_thw.amax(-1, keepdim=True), sink_th1)
-    weight_thw = torch.exp(logits_thw - peak_th1)
-    total_th1 = weight_thw.sum(-1, keepdim=True) + torch.exp(sink_th1 - peak_th1)
-    return torch.matmul(weight_thw, keys_twd) / total_th1
+    def _attend(
+        self,
+        q_thd: torch.Tensor,
+        keys_twd: torch.Tensor,
+        is_key_tw: torch.Tensor,
+        sink_h: torch.Tensor,
+    ) -> torch.Tensor:
+        """softmax(q . keys / sqrt(D)) keys, the sink in the denominator; 0 without any key."""
+        logits_thw = self._row_products(q_thd, keys_twd.transpose(1, 2)) * q_thd.shape[-1] ** -0.5
+        logits_thw = logits_thw.masked_fill(~is_key_tw[:, None], float("-inf"))
+        sink_th1 = sink_h[None, :, None].expand(q_thd.shape[0], -1, 1)
+        peak_th1 = torch.maximum(logits_thw.amax(-1, keepdim=True), sink_th1)
+        weight_thw = torch.exp(logits_thw - peak_th1)
+        total_th1 = weight_thw.sum(-1, keepdim=True) + torch.exp(sink_th1 - peak_th1)
+        return self._row_products(weight_thw, keys_twd) / total_th1

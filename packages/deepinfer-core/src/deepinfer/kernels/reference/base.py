@@ -40,6 +40,16 @@ class ReferenceBase(Kernels):
             return x
         return x.to(torch.bfloat16).to(self.compute_dtype)
 
+    def _product(self, x_tk: torch.Tensor, w_nk: torch.Tensor) -> torch.Tensor:
+        """x W^T, (T, N): every product of rows with a matrix. One place, so that a platform whose
+        products depend on the number of rows can mend all of them.
+        """
+        return torch.nn.functional.linear(x_tk, w_nk)
+
+    def _row_products(self, a_thx: torch.Tensor, b_txy: torch.Tensor) -> torch.Tensor:
+        """A matrix product of its own for every row, (T, H, Y)."""
+        return torch.matmul(a_thx, b_txy)
+
     def _quantize_input(self, x_tk: torch.Tensor, quantizes_input: bool) -> torch.Tensor:
         """Q8 of the input of a linear that is stored quantised (`served`)."""
         if self.numerics == "exact" or not quantizes_input:

@@ -43,7 +43,10 @@ class EngramOps(ReferenceBase):
 
     def engram_gather(self, table: Any, row_tl: torch.Tensor) -> torch.Tensor:
         value_nu = dequantize(table.rows(row_tl.flatten().to(table.data.device)))
-        return value_nu.view(row_tl.shape[0], -1).to(device=self.device, dtype=self.compute_dtype)
+        width = row_tl.shape[1] * value_nu.shape[1]
+        return value_nu.view(row_tl.shape[0], width).to(
+            device=self.device, dtype=self.compute_dtype
+        )
 
     def engram_gate(
         self,

@@ -121,7 +121,8 @@ class EntryOps(ReferenceBase):
         """sum_i w_i relu(q_i . k), heads in order; float32, rounded to bfloat16 once in `served`;
         (T, N).
         """
-        product_tin = torch.relu(torch.einsum("tij,nj->tin", q_tij, key_nj))
+        product_tin = torch.relu(self._product(q_tij.flatten(0, 1), key_nj))
+        product_tin = product_tin.unflatten(0, q_tij.shape[:2])
         return self._round((weight_ti[..., None] * product_tin).sum(1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from deepinfer.kernels.interface import Experts, Linear
 from deepinfer.kernels.reference.base import ReferenceBase, sigmoid
@@ -84,9 +83,11 @@ class ExpertOps(ReferenceBase):
         quantisation.
         """
         gate_up, down = experts.data
-        a_nf, b_nf = self._round(F.linear(x_nm, gate_up[e])).split(experts.width, dim=-1)
+        a_nf, b_nf = self._round(self._product(x_nm, gate_up[e])).split(experts.width, dim=-1)
         a_nf, b_nf = a_nf.clamp(max=limit), b_nf.clamp(-limit, limit)
         v_nf = a_nf * sigmoid(a_nf) * b_nf
         if weight_n1 is not None:
             v_nf = v_nf * weight_n1
-        return self._round(F.linear(self._quantize_input(v_nf, experts.quantizes_input), down[e]))
+        return self._round(
+            self._product(self._quantize_input(v_nf, experts.quantizes_input), down[e])
+        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from deepinfer.kernels.interface import HyperConnectionWeights, Linear, Mix, Norm
 from deepinfer.kernels.reference.base import ReferenceBase, sigmoid
@@ -26,7 +25,7 @@ class StreamOps(ReferenceBase):
     def expand_streams(
         self, h_tm: torch.Tensor, num_streams: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x_tcm = h_tm[:, None].repeat(1, num_streams, 1)
+        x_tcm = self._round(h_tm)[:, None].repeat(1, num_streams, 1)
         pre_tc = torch.zeros(
             (h_tm.shape[0], num_streams), dtype=self.compute_dtype, device=h_tm.device
         )
@@ -39,7 +38,7 @@ class StreamOps(ReferenceBase):
         t, c, _ = x_tcm.shape
         flat = x_tcm.flatten(1)
         rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + weights.norm_eps)
-        mix = F.linear(flat, weights.fn) * rms
+        mix = self._product(flat, weights.fn) * rms
         pre, post, comb = mix.split((c, c, c * c), dim=-1)
         base_pre, base_post, base_comb = weights.base.split((c, c, c * c))
         s_pre, s_post, s_comb = weights.scale
@@ -69,13 +68,14 @@ class StreamOps(ReferenceBase):
         self, x_tk: torch.Tensor, weight: Linear, *, wide: bool = False, is_quantized: bool = False
     ) -> torch.Tensor:
         x_tk = x_tk if is_quantized else self._quantize_input(x_tk, weight.quantizes_input)
-        y_tn = F.linear(x_tk, weight.data)
+        y_tn = self._product(x_tk, weight.data)
         return y_tn if wide else self._round(y_tn)
 
     def grouped_linear(self, x_tg: torch.Tensor, weight: Linear, num_groups: int) -> torch.Tensor:
         x_tgn = self._quantize_input(x_tg.unflatten(-1, (num_groups, -1)), weight.quantizes_input)
         w_grn = weight.data.unflatten(0, (num_groups, -1))
-        return self._round(torch.einsum("tgn,grn->tgr", x_tgn, w_grn).flatten(1))
+        parts = [self._product(x, w) for x, w in zip(x_tgn.unbind(1), w_grn, strict=True)]
+        return self._round(torch.cat(parts, dim=-1))
 
 
 def _sinkhorn(a_tcc: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
