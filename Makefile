@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint wheels clean
+.PHONY: help demo test sanitize lint wheels clean
 
 # Hatch keeps everything inside the clone and uses the interpreter that it runs on.
 export HATCH_DATA_DIR := $(CURDIR)/.hatch/data
@@ -26,6 +26,7 @@ endif
 help:
 	@echo "make demo    set up, then generate text from real prompts with a small random model"
 	@echo "make test    set up, then run the whole test suite (ARGS=... is passed to pytest)"
+	@echo "make sanitize  the CPU kernels' conformance suite under address and undefined-behaviour sanitizers"
 	@echo "make lint    set up, then ruff, mypy and the import contracts"
 	@echo "make wheels  build every package into dist/"
 	@echo "make clean   remove everything that these commands made"
@@ -35,6 +36,12 @@ demo: .hatch/env.done $(DEMO)/config.json
 
 test: .hatch/env.done
 	@$(HATCH) run test $(ARGS)
+
+sanitize: .hatch/env.done
+	@LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 DEEPINFER_CACHE_DIR="$(CURDIR)/.hatch/sanitized" \
+	DEEPINFER_CPU_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" \
+	.hatch/data/env/virtual/deepinfer/bin/python -m pytest -q tests/core/kernels/test_cpu.py -k compiled_kernels_conform
 
 lint: .hatch/env.done
 	@$(HATCH) run lint

@@ -58,7 +58,7 @@ def test_unwritten_rows_are_never_read(kv_format: str, chunk_size: int) -> None:
 
 @formats
 def test_a_slot_and_blocks_can_be_used_again(kv_format: str) -> None:
-    """A sequence in the place of a longer one that has gone gives the same bits as in fresh caches."""
+    """A sequence in the place of a longer one that has gone gives the bits of fresh caches."""
     model = CASE.load(kv_format=kv_format)
     fresh, used = case_runner(CASE, model, [0]), case_runner(CASE, model, [0])
     used.run([50])

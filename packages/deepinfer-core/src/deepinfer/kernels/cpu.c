@@ -467,8 +467,8 @@ INLINE void dot_block(int R, int N, int kind, const float *x, i64 ldx, const Wei
 #pragma GCC unroll 8
         for (int c = 0; c < N; c++) {
             b[c] = load_weight(w, kind, n + c, k);
-            if (kind == F32) /* the weights may come from memory: ask for the next rows early */
-                __builtin_prefetch((const float *)w->data + (n + N + c) * cols + k, 0, 2);
+            if (kind == F32) /* the weights may come from memory: ask for later rows early */
+                __builtin_prefetch((const float *)w->data + (n + 16 + c) * cols + k, 0, 3);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -584,24 +584,29 @@ void di_quantize_rows(const float *x, i64 ldx, i64 T, i64 n, float *out)
 
 /* y = x W^T, (T, rows of W), rounded to bfloat16 where `round` says so. Groups: row block g of W reads column block g
  * of x (3.8); one group is a plain linear. */
-typedef struct { const float *x; i64 ldx, T, groups; const Weight *w; int round; float *y; } LinearTask;
+typedef struct { const float *x; i64 ldx, T, groups, columns; const Weight *w; int round; float *y; } LinearTask;
 
-enum { LINEAR_COLUMNS = 32 };
+/* output columns of one task: long runs of memory for each thread, but some tasks more than threads */
+INLINE i64 columns_per_task(i64 columns)
+{
+    i64 even = columns / (4 * di_threads) / 4 * 4;
+    return MAX(32, even);
+}
 
 static void linear_task(const void *arguments, i64 task)
 {
     const LinearTask *a = arguments;
-    i64 rows = a->w->rows, per_group = rows / a->groups, chunks = (per_group + LINEAR_COLUMNS - 1) / LINEAR_COLUMNS;
-    i64 g = task / chunks, first = g * per_group + task % chunks * LINEAR_COLUMNS;
-    i64 last = MIN(first + LINEAR_COLUMNS, (g + 1) * per_group);
+    i64 rows = a->w->rows, per_group = rows / a->groups, chunks = (per_group + a->columns - 1) / a->columns;
+    i64 g = task / chunks, first = g * per_group + task % chunks * a->columns;
+    i64 last = MIN(first + a->columns, (g + 1) * per_group);
     linear_columns(a->x + g * a->w->cols, a->ldx, a->T, a->w, first, last, a->y + first, rows);
     if (a->round) round_columns(a->y + first, rows, a->T, last - first);
 }
 
 void di_linear(const float *x, i64 ldx, i64 T, const Weight *w, i64 groups, int round, float *y)
 {
-    LinearTask a = {x, ldx, T, groups, w, round, y};
-    i64 chunks = (w->rows / groups + LINEAR_COLUMNS - 1) / LINEAR_COLUMNS;
+    LinearTask a = {x, ldx, T, groups, columns_per_task(w->rows / groups), w, round, y};
+    i64 chunks = (w->rows / groups + a.columns - 1) / a.columns;
     if (T) for_each(groups * chunks, T * w->rows * w->cols > SERIAL_BELOW, linear_task, &a);
 }
 
@@ -849,6 +854,12 @@ void di_records(
         .x = x, .norm = norm, .cos = cos, .sin = sin, .ldx = ldx, .D = pool->dim, .R = R, .eps = eps,
         .served = served, .pool = pool, .slots = slots};
     for_each(T, T * pool->dim * 4 > SERIAL_BELOW, record_task, &a);
+}
+
+/* copy records of this step into their rows of a ring */
+void di_store_rows(const uint8_t *records, i64 bytes, const i64 *source, const i64 *slots, i64 n, uint8_t *pool)
+{
+    for (i64 i = 0; i < n; i++) memcpy(pool + slots[i] * bytes, records + source[i] * bytes, bytes);
 }
 
 /* Ratio 2 (3.3): pool each completed pair by the softmax of its gates, per channel, then keep this step's newest rows.
@@ -1250,9 +1261,11 @@ static Weight rows_of(const Weight *w, i64 first, i64 rows)
 }
 
 /* rows of the pairs sorted by expert: x (M), gate_up (2F), h (F), y (M); `start` of each expert's pairs */
-typedef struct { const Experts *p; i64 *order, *start, *expert, chunks; float *x, *gate_up, *h, *y; } ExpertTask;
-
-enum { EXPERT_COLUMNS = 64 };
+typedef struct {
+    const Experts *p;
+    i64 *order, *start, *expert, columns;
+    float *x, *gate_up, *h, *y;
+} ExpertTask;
 
 static void expert_gather_task(const void *arguments, i64 n)
 {
@@ -1265,7 +1278,8 @@ static void expert_gather_task(const void *arguments, i64 n)
 static void expert_product(
     const ExpertTask *a, i64 task, const Weight *all, i64 rows, const float *x, i64 width, float *y)
 {
-    i64 e = a->expert[task / a->chunks], n = task % a->chunks * EXPERT_COLUMNS, end = MIN(n + EXPERT_COLUMNS, rows);
+    i64 chunks = (rows + a->columns - 1) / a->columns, e = a->expert[task / chunks];
+    i64 n = task % chunks * a->columns, end = MIN(n + a->columns, rows);
     i64 first = a->start[e], count = a->start[e + 1] - first;
     Weight w = rows_of(all, e * rows, rows);
     linear_columns(x + first * width, width, count, &w, n, end, y + first * rows + n, rows);
@@ -1326,11 +1340,11 @@ void di_experts(const Experts *p)
     i64 total = start[E];
     int wide = total * F * M > SERIAL_BELOW, many = total > 16;
     for_each(total, wide && many, expert_gather_task, &a);
-    a.chunks = (2 * F + EXPERT_COLUMNS - 1) / EXPERT_COLUMNS;
-    for_each(used * a.chunks, wide, expert_up_task, &a);
+    a.columns = MIN(2 * F, columns_per_task(used * 2 * F));
+    for_each(used * ((2 * F + a.columns - 1) / a.columns), wide, expert_up_task, &a);
     for_each(total, wide && many, expert_activate_task, &a);
-    a.chunks = (M + EXPERT_COLUMNS - 1) / EXPERT_COLUMNS;
-    for_each(used * a.chunks, wide, expert_down_task, &a);
+    a.columns = MIN(M, columns_per_task(used * M));
+    for_each(used * ((M + a.columns - 1) / a.columns), wide, expert_down_task, &a);
     for_each(total, wide && many, expert_scatter_task, &a);
     free(rows);
     free(order);

@@ -113,6 +113,7 @@ _SIGNATURES = {  # of the functions in cpu.c: p pointer, l int64, i int, f float
     "di_rotation": "ppllpp",
     "di_rotate": "pllllppliip",
     "di_records": "pllpfpplipp",
+    "di_store_rows": "plpplp",
     "di_pool_pairs": "pllpplplppplip",
     "di_index_queries": "plllppliip",
     "di_attention": "p",
@@ -366,6 +367,17 @@ class CpuKernels(ReferenceKernels):
         record = pool.data.new_empty((kv_td.shape[0], pool.data.shape[1]))
         self._records(kv_td, norm, rotation, _pool(record, pool.format), None)
         return record
+
+    def store_window(self, record_tb: torch.Tensor, rows: Rows, pool: Pool) -> None:
+        writes, record_tb = rows.window_writes, record_tb.contiguous()
+        self._c.di_store_rows(
+            record_tb.data_ptr(),
+            record_tb.shape[1] * record_tb.element_size(),
+            writes.source_m.data_ptr(),
+            writes.slot_m.data_ptr(),
+            writes.slot_m.shape[0],
+            pool.data.data_ptr(),
+        )
 
     # ---- compressed entries ----
 

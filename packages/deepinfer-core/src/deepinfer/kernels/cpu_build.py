@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CACHE_VARIABLE", "ISA_VARIABLE", "BuildError", "Toolchain", "cache_folder", "load"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "FLAGS_VARIABLE",
+    "ISA_VARIABLE",
+    "BuildError",
+    "Toolchain",
+    "cache_folder",
+    "load",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +39,9 @@ CACHE_VARIABLE = "DEEPINFER_CACHE_DIR"
 """Folder for built kernels; default: the user's cache folder."""
 ISA_VARIABLE = "DEEPINFER_CPU_ISA"
 """`avx512`, `avx2` or `portable` instead of the best that this CPU has."""
+
+FLAGS_VARIABLE = "DEEPINFER_CPU_FLAGS"
+"""Further flags for the compiler, for sanitizers and profilers."""
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _COMMON = (
@@ -68,10 +80,11 @@ class Toolchain:
     """`avx512`, `avx2` or `portable`."""
     cpu: str
     """Model of the CPU."""
+    more_flags: tuple[str, ...]
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (*_COMMON, *_ISA_FLAGS[self.isa])
+        return (*_COMMON, *_ISA_FLAGS[self.isa], *self.more_flags)
 
     def key(self, source: bytes) -> str:
         """Name of the library: a hash of source, flags, compiler and CPU."""
@@ -96,7 +109,15 @@ def load() -> tuple[ctypes.CDLL, Toolchain]:
     Raises:
         BuildError: no compiler, a compiler that fails, or a library that does not load.
     """
-    variables = ("PATH", "CC", "HOME", "XDG_CACHE_HOME", ISA_VARIABLE, CACHE_VARIABLE)
+    variables = (
+        CACHE_VARIABLE,
+        "PATH",
+        "CC",
+        "HOME",
+        "XDG_CACHE_HOME",
+        ISA_VARIABLE,
+        FLAGS_VARIABLE,
+    )
     return _load_for(tuple(os.environ.get(name) for name in variables))
 
 
@@ -140,7 +161,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the library is the one that was built; loading half a library would end the process."""
+    """Whether the library is what was built; loading half of one would end the process."""
     try:
         return _sum_file(path).read_text() == _digest(path)
     except (OSError, ValueError):
@@ -199,7 +220,8 @@ def _toolchain() -> Toolchain:
     if asked.returncode != 0:
         raise BuildError(f"{compiler} --version fails with exit code {asked.returncode}")
     model, features = _cpu()
-    return Toolchain(compiler, asked.stdout.partition("\n")[0], _isa(features), model)
+    more = tuple(shlex.split(os.environ.get(FLAGS_VARIABLE, "")))
+    return Toolchain(compiler, asked.stdout.partition("\n")[0], _isa(features), model, more)
 
 
 def _isa(features: set[str]) -> str:
