@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from deepinfer.step.inputs import EntryWrites, RingWrites, Rows, StepInputs
 __all__ = ["InputBuilder", "SequenceRows"]
 
 _Ints = npt.NDArray[np.int64]
+_NONE: _Ints = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,10 @@ class _Span:
     @property
     def count(self) -> int:
         return self.sequence.end - self.start
+
+    @property
+    def positions(self) -> _Ints:
+        return np.arange(self.start, self.sequence.end, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -140,53 +146,49 @@ class InputBuilder:
 
     def _rows(self, spans: Sequence[_Span], *, anchored: bool = False) -> Rows:
         window = self.layout.config.sliding_window
-        cu = [0]
-        positions, images, history, keys, sources, slots = [], [], [], [], [], []
-        history_of: list[tuple[int, int]] = []  # per sequence: number before it, first position
-        num_history = 0
-        for span in spans:
-            first = max(0, span.start - window + (0 if anchored else 1), span.first_key)
-            seen = (
-                np.arange(first, span.start, dtype=np.int64)
-                if span.count
-                else np.empty(0, dtype=np.int64)
-            )
-            history_of.append((num_history, first))
-            history.append(self._ring_slots(span.sequence.slot, seen))
-            num_history += len(seen)
-            cu.append(cu[-1] + span.count)
-        for span, start_row, (before, first) in zip(spans, cu, history_of, strict=False):
-            seq = span.sequence
-            position = np.arange(span.start, seq.end, dtype=np.int64)
-            positions.append(position)
-            images.append(_flags(seq, span.start))
-            keys.append(
-                _window_keys(
-                    position, span, window, first, 1 + before, 1 + num_history + start_row, anchored
-                )
-            )
-            if not anchored:
-                newest = max(span.start, seq.end - self.layout.ring_rows)
-                sources.append(
-                    start_row + np.arange(newest - span.start, span.count, dtype=np.int64)
-                )
-                slots.append(self._ring_slots(seq.slot, np.arange(newest, seq.end, dtype=np.int64)))
-        width = max(len(s.sequence.blocks) for s in spans)
-        table = np.zeros((len(spans), max(width, 1)), dtype=np.int32)
-        for row, span in zip(table, spans, strict=True):
-            row[: len(span.sequence.blocks)] = span.sequence.blocks
+        cu = tuple(accumulate((span.count for span in spans), initial=0))
+        firsts = [self._first_key(span, anchored=anchored) for span in spans]
+        seen = [
+            np.arange(first, max(first, span.start))
+            for first, span in zip(firsts, spans, strict=True)
+        ]
+        before = tuple(accumulate((len(part) for part in seen), initial=0))
+        history = [
+            self._ring_slots(s.sequence.slot, part) for s, part in zip(spans, seen, strict=True)
+        ]
+        keys = [
+            # behind the null row: history of all sequences, then the step's rows
+            _window_keys(span, window, first, 1 + before[n], 1 + before[-1] + cu[n], anchored)
+            for n, (span, first) in enumerate(zip(spans, firsts, strict=True))
+        ]
         return Rows(
-            positions_t=self._to_device(np.concatenate(positions)),
-            is_image_t=self._to_device(np.concatenate(images)),
-            block_table_sb=self._to_device(table),
-            cu_seqlens_q=tuple(cu),
-            last_positions=tuple(s.sequence.end - 1 if s.count else -1 for s in spans),
-            history_slots_x=self._to_device(np.concatenate(history)),
-            window_tw=self._to_device(np.concatenate(keys)),
-            window_writes=RingWrites(
-                self._to_device(_joined(sources)), self._to_device(_joined(slots))
+            positions_t=self._to_device(_joined([span.positions for span in spans])),
+            is_image_t=self._to_device(
+                np.concatenate([_flags(s.sequence, s.start) for s in spans])
             ),
+            block_table_sb=self._to_device(_block_table(spans)),
+            cu_seqlens_q=cu,
+            last_positions=tuple(s.sequence.end - 1 if s.count else -1 for s in spans),
+            history_slots_x=self._to_device(_joined(history)),
+            window_tw=self._to_device(np.concatenate(keys)),
+            window_writes=self._ring_writes([] if anchored else spans, cu),
         )
+
+    def _first_key(self, span: _Span, *, anchored: bool) -> int:
+        """First position that some row of the span can see and that was written before."""
+        if not span.count:
+            return span.start
+        reach = self.layout.config.sliding_window - (0 if anchored else 1)
+        return max(0, span.start - reach, span.first_key)
+
+    def _ring_writes(self, spans: Sequence[_Span], cu: Sequence[int]) -> RingWrites:
+        """The newest rows of each span: no more than the ring holds."""
+        sources, slots = [], []
+        for span, start_row in zip(spans, cu, strict=False):
+            newest = span.positions[-self.layout.ring_rows :]
+            sources.append(start_row + newest - span.start)
+            slots.append(self._ring_slots(span.sequence.slot, newest))
+        return RingWrites(self._to_device(_joined(sources)), self._to_device(_joined(slots)))
 
     def _ring_slots(self, slot: int, positions: _Ints) -> _Ints:
         return slot * self.layout.ring_rows + positions % self.layout.ring_rows
@@ -194,43 +196,50 @@ class InputBuilder:
     # ---- compressed entries ----
 
     def _entries(self, sequences: Sequence[SequenceRows], ratio: int) -> EntryWrites:
-        state_rows, per_block = self.layout.state_rows, BLOCK_TOKENS // ratio
-        rows, partners, positions, slots, history, sources, state_slots = [], [], [], [], [], [], []
-        open_pairs = [seq.slot for seq in sequences if ratio == 2 and seq.start % 2 == 1]
-        start_row, num_seen = 0, 0
+        per_block, start_row = BLOCK_TOKENS // ratio, 0
+        rows, positions, slots = [], [], []
         for seq in sequences:
             entry = np.arange(seq.start // ratio, seq.end // ratio, dtype=np.int64)
-            closing = entry * ratio + ratio - 1
-            row = start_row + closing - seq.start
-            rows.append(row)
+            rows.append(start_row + entry * ratio + ratio - 1 - seq.start)
             positions.append(entry * ratio)
             block = np.asarray(seq.blocks, dtype=np.int64)[entry // per_block]
             slots.append(block * per_block + entry % per_block)
-            if ratio == 2:
-                partner = 1 + len(open_pairs) + row - 1
-                if seq.start % 2 == 1:
-                    history.append(
-                        np.array(
-                            [seq.slot * state_rows + (seq.start - 1) % state_rows], dtype=np.int64
-                        )
-                    )
-                    partner[:1] = 1 + num_seen
-                    num_seen += 1
-                partners.append(partner)
-                newest = np.arange(max(seq.start, seq.end - state_rows), seq.end, dtype=np.int64)
-                sources.append(start_row + newest - seq.start)
-                state_slots.append(seq.slot * state_rows + newest % state_rows)
             start_row += seq.count
+        partner_n, state_slots_x = self._partners(sequences, rows) if ratio == 2 else (_NONE, _NONE)
         return EntryWrites(
             row_n=self._to_device(_joined(rows)),
-            partner_n=self._to_device(_joined(partners)),
+            partner_n=self._to_device(partner_n),
             position_n=self._to_device(_joined(positions)),
             slot_n=self._to_device(_joined(slots)),
-            state_slots_x=self._to_device(_joined(history)),
-            state_writes=RingWrites(
-                self._to_device(_joined(sources)), self._to_device(_joined(state_slots))
-            ),
+            state_slots_x=self._to_device(state_slots_x),
+            state_writes=self._state_writes(sequences if ratio == 2 else []),
         )
+
+    def _partners(
+        self, sequences: Sequence[SequenceRows], rows: Sequence[_Ints]
+    ) -> tuple[_Ints, _Ints]:
+        """Earlier token of each pair, and the state rows of pairs that an earlier step opened."""
+        num_open = sum(seq.start % 2 for seq in sequences)
+        partners, history = [], []
+        for seq, row in zip(sequences, rows, strict=True):
+            partner = 1 + num_open + row - 1
+            if seq.start % 2:
+                history.append(self._state_slots(seq.slot, np.array([seq.start - 1])))
+                partner[:1] = len(history)  # behind the null row
+            partners.append(partner)
+        return _joined(partners), _joined(history)
+
+    def _state_writes(self, sequences: Sequence[SequenceRows]) -> RingWrites:
+        sources, slots, start_row = [], [], 0
+        for seq in sequences:
+            newest = np.arange(max(seq.start, seq.end - self.layout.state_rows), seq.end)
+            sources.append(start_row + newest - seq.start)
+            slots.append(self._state_slots(seq.slot, newest))
+            start_row += seq.count
+        return RingWrites(self._to_device(_joined(sources)), self._to_device(_joined(slots)))
+
+    def _state_slots(self, slot: int, positions: _Ints) -> _Ints:
+        return slot * self.layout.state_rows + positions % self.layout.state_rows
 
     # ---- the rest ----
 
@@ -269,31 +278,34 @@ class InputBuilder:
 
 
 def _window_keys(
-    position_t: _Ints,
-    span: _Span,
-    window: int,
-    history_first: int,
-    history_at: int,
-    step_at: int,
-    anchored: bool,
+    span: _Span, window: int, history_first: int, history_at: int, step_at: int, anchored: bool
 ) -> _Ints:
-    """Window keys of one sequence's rows as indices into [null | history | step rows], 0 where
-    there is none.
+    """Window keys of a span's rows as indices into [null | history | step rows]; 0: none.
+
+    Args:
+        history_first: position of the sequence's first history row, which lies at `history_at`.
+        step_at: where the span's own rows begin.
     """
+    position_t, end = span.positions, span.sequence.end
     if anchored:
-        first_t, last_t = (
-            np.full_like(position_t, span.start - window),
-            np.full_like(position_t, span.sequence.end - 1),
-        )
-        width = window + span.count
+        first_t = np.full_like(position_t, span.start - window)
+        last_t, width = np.full_like(position_t, end - 1), window + span.count
     else:
         first_t, last_t, width = position_t - window + 1, position_t, window
     key_tw = first_t[:, None] + np.arange(width, dtype=np.int64)
-    index_tw = np.where(
-        key_tw >= span.start, step_at + key_tw - span.start, history_at + key_tw - history_first
-    )
+    in_step_tw = key_tw >= span.start
+    index_tw = key_tw + np.where(in_step_tw, step_at - span.start, history_at - history_first)
     is_key_tw = (key_tw >= max(span.first_key, 0)) & (key_tw <= last_t[:, None])
     return np.where(is_key_tw, index_tw, 0)
+
+
+def _block_table(spans: Sequence[_Span]) -> npt.NDArray[np.int32]:
+    """Blocks of each sequence in order, 0 behind the last, (S, B)."""
+    width = max(len(span.sequence.blocks) for span in spans)
+    table = np.zeros((len(spans), max(width, 1)), dtype=np.int32)
+    for row, span in zip(table, spans, strict=True):
+        row[: len(span.sequence.blocks)] = span.sequence.blocks
+    return table
 
 
 def _lookback_ids(seq: SequenceRows, order: int) -> _Ints:
@@ -317,4 +329,4 @@ def _flags(seq: SequenceRows, start: int) -> npt.NDArray[np.bool_]:
 
 
 def _joined(parts: Sequence[_Ints]) -> _Ints:
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    return np.concatenate(parts) if parts else _NONE
