@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import json
-import platform
 import re
 import statistics
 import tempfile
@@ -28,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import cpu_name, tensor_bytes
 
 import deepinfer
 from deepinfer.checkpoint import synthesize
 from deepinfer.engine.loop import generate
 from deepinfer.kernels.cpu import CpuKernels
-from deepinfer.kernels.interface import Experts, Kernels
+from deepinfer.kernels.interface import Kernels
 from deepinfer.kernels.reference import ReferenceKernels
 from deepinfer.model.model import Model
 from deepinfer.outputs import GenerationRequest
@@ -60,20 +59,6 @@ def read_bandwidth(repeats: int = 9) -> float:
         data.sum()
         times.append(time.perf_counter() - start)
     return data.numel() * 4 / statistics.median(times)
-
-
-def tensor_bytes(value: Any, active: dict[int, float]) -> float:
-    """Bytes of all tensors below `value`; of experts only the part that a step reads."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, Experts):
-        return tensor_bytes(value.data, active) * active.get(id(value), 1.0)
-    if isinstance(value, (tuple, list)):
-        return sum(tensor_bytes(item, active) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        return sum(tensor_bytes(getattr(value, name), active) for name in names)
-    return 0.0
 
 
 def step_bytes(model: Model, batch: int) -> float:
@@ -208,13 +193,6 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str,
         show(f"    {op:18s} {seconds / total:6.1%}")
     show(f"    {'Python, and rest':18s} {1 - sum(shares.seconds.values()) / total:6.1%}")
     return rows
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def save(rows: list[dict[str, Any]]) -> None:
