@@ -104,6 +104,15 @@ class FakeCore:
         return RequestOutput(index=index, num_prompt_tokens=len(ids), outputs=[output], stats=stats)
 
 
+def choose_model(explicit: str | None) -> str:
+    """The environment's folder, as the real one does."""
+    from deepinfer.errors import ConfigError
+
+    if "DEEPINFER_HF_MODEL_DIR" not in os.environ:
+        raise ConfigError("no model is given")
+    return explicit or os.environ["DEEPINFER_HF_MODEL_DIR"]
+
+
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     """The fake in the place of the real core; stdin is empty and stderr no terminal."""
@@ -112,7 +121,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     engine.generate = fake.generate
     monkeypatch.setitem(sys.modules, "deepinfer.engine", engine)
     checkpoint = types.ModuleType("deepinfer.checkpoint")
-    checkpoint.choose_model = lambda explicit: explicit or os.environ["DEEPINFER_HF_MODEL_DIR"]
+    checkpoint.choose_model = choose_model
     monkeypatch.setitem(sys.modules, "deepinfer.checkpoint", checkpoint)
     # not setattr: that reads the old value first, and so would import the real loader with torch
     monkeypatch.setitem(vars(importlib.import_module("deepinfer")), "load_model", fake.load_model)
@@ -140,12 +149,16 @@ def run_main(
 def run_command() -> Callable[..., Finished]:
     """Run ``python -m deepinfer_cli`` in a process of its own."""
 
-    def run(*args: str, stdin: bytes = b"", cwd: Path | None = None) -> Finished:
+    def run(
+        *args: str, stdin: bytes = b"", cwd: Path | None = None, without: tuple[str, ...] = ()
+    ) -> Finished:
+        environment = {name: value for name, value in os.environ.items() if name not in without}
         done = subprocess.run(
             [sys.executable, "-m", "deepinfer_cli", *args],
             input=stdin,
             capture_output=True,
             cwd=cwd,
+            env=environment,
             timeout=240,
             check=False,
         )

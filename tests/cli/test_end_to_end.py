@@ -145,14 +145,66 @@ def test_a_model_that_is_not_there_is_exit_1(model: str, tmp_path: Path, run_com
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("option", [("--backend", "no-such-backend"), ("--device", "nowhere")])
+@pytest.mark.parametrize(
+    "option", [("--backend", "no-such-backend"), ("--device", "nowhere"), ("--device", "mps")]
+)
 def test_a_backend_or_device_that_is_not_there_is_exit_1(
     option: tuple[str, str], folder: Path, run_command: Run
 ):
     done = run_command("generate", "tiny", "--prompt", "x", *option, cwd=folder)
     assert (done.code, done.out) == (1, "")
     assert option[1] in done.err
-    assert "Traceback" not in done.err
+    assert done.err.count("\n") == 1
+    assert len(done.err) < 200
+
+
+def test_a_tiny_temperature_is_greedy(folder: Path, run_command: Run):
+    """Dividing by it used to overflow."""
+    args = ("generate", "tiny", "--json", "--max-tokens", "3", "--ignore-eos", "--prompt", "sea")
+    greedy, tiny = (
+        run_command(*args, "--temperature", value, cwd=folder) for value in ("0", "1e-320")
+    )
+    assert tiny.code == 0, tiny.err
+    assert tiny.document["results"][0]["token_ids"] == greedy.document["results"][0]["token_ids"]
+
+
+def test_verbose_logs_loading_and_twice_the_steps(folder: Path, run_command: Run):
+    """Once, -vv promised every step and nothing logged one."""
+    args = ("generate", "tiny", "--max-tokens", "2", "--ignore-eos", "--prompt", "sea")
+    once, twice = (run_command(*args, value, cwd=folder).err for value in ("-v", "-vv"))
+    assert "loaded tiny in" in once
+    assert "step:" not in once
+    assert twice.count("step:") == 2
+
+
+def test_without_a_model_the_published_one_is_named_and_not_fetched(run_command: Run):
+    done = run_command("generate", "--prompt", "x", without=("DEEPINFER_HF_MODEL_DIR",))
+    assert (done.code, done.out) == (2, "")
+    assert "deepseek-ai/DeepSeek-V4.1-Flash-1017" in done.err
+    assert "DEEPINFER_HF_MODEL_DIR is not set" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_without_torch_its_name_and_the_way_to_get_it_are_shown(folder: Path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import sys; sys.modules['torch'] = None; from deepinfer_cli.main import main; "
+            "sys.exit(main(['generate', 'tiny', '--prompt', 'x']))",
+        ],
+        capture_output=True, cwd=folder, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == b"error: torch is not installed: pip install torch\n"
+
+
+@pytest.mark.parametrize("out", ["/proc/self/out", "tiny/config.json/out", "tiny"])
+def test_a_place_that_cannot_be_written_is_named(out: str, folder: Path, run_command: Run):
+    done = run_command("synth", out, cwd=folder)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {out}: ")
+    assert done.err.count("\n") == 1
+    assert "partial" not in done.err
 
 
 def test_a_damaged_checkpoint_is_refused_by_tensor_name(folder: Path, run_command: Run):
@@ -167,7 +219,12 @@ def test_a_damaged_checkpoint_is_refused_by_tensor_name(folder: Path, run_comman
     assert "Traceback" not in done.err
 
 
-def test_ctrl_c_ends_a_run_with_the_results_so_far(folder: Path):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_an_interrupt_ends_a_run_with_the_results_so_far(
+    number: signal.Signals, code: int, folder: Path
+):
     """Started on a terminal; interrupted once the progress bar shows tokens."""
     terminal, stderr = pty.openpty()
     termios.tcsetwinsize(stderr, (24, 120))  # a new one has no width, and then the bar no text
@@ -188,13 +245,13 @@ def test_ctrl_c_ends_a_run_with_the_results_so_far(folder: Path):
     try:
         seen = read_until(terminal, b"tokens/s", seconds=60)
         assert b"output" in seen
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         messages = read_until(terminal, b"peak memory", seconds=60)
         out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         os.close(terminal)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert b"stopping with the results so far" in messages
     document = json.loads(out)
     assert [result["finish_reason"] for result in document["results"]] == ["abort", "abort"]

@@ -13,6 +13,7 @@ import pytest
 
 from deepinfer.errors import BackendError, CheckpointError, ConfigError
 from deepinfer_cli import rendering
+from deepinfer_cli.wording import OPTIONS
 
 from .conftest import FakeCore, Finished
 
@@ -111,6 +112,83 @@ def test_without_model_the_environment_names_it(
     assert [load["path"] for load in core.loads] == [str(tmp_path), "named"]
 
 
+def test_without_model_or_environment_nothing_is_loaded(
+    core: FakeCore, run_main: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("DEEPINFER_HF_MODEL_DIR", raising=False)
+    done = run_main("generate", "--prompt", "ab")
+    assert (done.code, done.out, done.err) == (2, "", "error: no model is given\n")
+    assert core.loads == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ConfigError("max_model_len=10 is not in 2..9; lower max_num_seqs or max_tokens"),
+            "--max-model-len 10 is not in 2..9; lower --max-num-seqs or --max-tokens",
+        ),
+        (
+            BackendError("backend 'x'; set device='cuda:0' or kernels='auto'"),
+            "backend 'x'; set --device cuda:0 or --backend auto",
+        ),
+        (
+            CheckpointError("tensor x: unexpected; set ignore_unexpected=True if it may be left"),
+            "tensor x: unexpected; set --ignore-unexpected if it may be left",
+        ),
+        (ConfigError("temperature=-0.5 is wrong"), "--temperature -0.5 is wrong"),
+        (ConfigError("the device has a seed"), "the device has a seed"),
+        (ConfigError("prompt_token_ids, hidden_size=3"), "prompt_token_ids, hidden_size=3"),
+        (ConfigError("give --max-tokens"), "give --max-tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_speak_of_the_options_of_the_command_line(
+    error: Exception, said: str, core: FakeCore, run_main: Run
+):
+    core.load_error = error
+    assert run_main("generate", "m", "--prompt", "a").err == f"error: {said}\n"
+
+
+def test_errors_of_a_request_do_so_too(core: FakeCore, run_main: Run, monkeypatch):
+    from deepinfer.outputs import RequestOutput
+
+    bad = RequestOutput(index=0, num_prompt_tokens=1, error="lower max_tokens")
+    monkeypatch.setattr(core, "_serve", lambda *args: bad)
+    done = run_main("generate", "m", "--prompt", "a", "--json")
+    assert done.document["results"][0]["error"] == "lower --max-tokens"
+    assert "error: lower --max-tokens\n" in run_main("generate", "m", "--prompt", "a").err
+
+
+def test_options_are_spelt_as_the_commands_spell_them(run_main: Run):
+    text = run_main("generate", "--help").out
+    assert all(f"{option} " in text for option in OPTIONS.values())
+
+
+def test_a_missing_package_is_one_line(core: FakeCore, run_main: Run):
+    """It was called a bug, with a traceback."""
+    core.load_error = ModuleNotFoundError("No module named 'torch'", name="torch")
+    done = run_main("generate", "m", "--prompt", "a")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: torch is not installed: pip install torch\n"
+    assert "Traceback" in run_main("generate", "m", "--prompt", "a", "-v").err
+    core.load_error = ModuleNotFoundError("No module named 'torch.x'", name="torch.x")
+    assert "this is a bug" in run_main("generate", "m", "--prompt", "a").err
+
+
+def test_control_characters_are_escaped_on_a_terminal_alone(
+    core: FakeCore, run_main: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """A model that answers with noise could clear the screen or change its colours."""
+    stdin = b'{"prompt_token_ids": [127, 10, 9, 13, 27, 97]}'
+    assert run_main("generate", "m", stdin=stdin).out == "a\x1b\r\t\n\x7f\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert run_main("generate", "m", stdin=stdin).out == "a\\u001b\\u000d\t\n\\u007f\n"
+    done = run_main("generate", "m", "--json", "--quiet", stdin=stdin)
+    assert done.document["results"][0]["text"] == "a\x1b\r\t\n\x7f"
+    assert "\x7f" not in done.out
+
+
 def test_bad_requests_fail_alone(core: FakeCore, run_main: Run):
     stdin = b'ok\n{"prompt": \n\xff\n{"prompt_token_ids": [1, 999]}\nend\n'
     done = run_main("generate", "m", "--json", stdin=stdin)
@@ -193,6 +271,17 @@ def test_first_interrupt_keeps_what_is_finished(core: FakeCore, run_main: Run):
     assert done.out == "==> 1/2 ab\nba\n==> 2/2 cd (aborted)\n\n"
     assert "2 (1 aborted)" in done.err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_request_to_terminate_is_a_first_interrupt(core: FakeCore, run_main: Run):
+    """It ended the process with nothing printed."""
+    before = signal.getsignal(signal.SIGTERM)
+    core.on_step = lambda index: os.kill(os.getpid(), signal.SIGTERM) if index == 0 else None
+    done = run_main("generate", "m", "--prompt", "ab", "--prompt", "cd")
+    assert done.code == 143
+    assert done.out == "==> 1/2 ab\nba\n==> 2/2 cd (aborted)\n\n"
+    assert "2 (1 aborted)" in done.err
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_second_interrupt_ends_at_once(core: FakeCore, run_main: Run):

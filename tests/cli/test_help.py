@@ -75,6 +75,16 @@ def test_generate_help_documents_the_option(option: str, run_main: Callable[...,
     assert option in done.out
 
 
+def test_help_says_what_is_so(run_main: Callable[..., Finished]):
+    """Prompts are repeated and not listed; the published model is named, and taken only by name."""
+    text = " ".join(run_main("generate", "--help").out.replace("\u2502", " ").split())
+    assert '--prompt "One" --prompt "Two"' in text
+    assert "STR..." not in text
+    assert "deepseek-ai/DeepSeek-V4.1-Flash-1017" in text
+    assert "SIGTERM" in text
+    assert "143 by SIGTERM" in " ".join(run_main("--help").out.split())
+
+
 @pytest.mark.parametrize("command", ["generate", "synth"])
 def test_help_ends_with_two_examples(command: str, run_main: Callable[..., Finished]):
     lines = [line for line in run_main(command, "--help").out.splitlines() if line.strip()]
@@ -99,6 +109,29 @@ def test_version_is_one_line(run_main: Callable[..., Finished]):
         (["generate"], "holds no prompt"),
         (["generate", "m", "--promt", "x"], "did you mean --prompt"),
         (["generate", "m", "n", "--prompt", "x"], "unexpected argument 'n'"),
+        (["generate", "m", "The sea"], "a prompt is given as --prompt 'the sea'"),
+        (["generate", "m", "The", "sea"], "a prompt is given as --prompt 'the sea'"),
+        (["synth", "a", "b"], "unexpected argument 'b'; quote"),
+        (["generate", "m", "--prompt", "x", "--max-tokens", "1.5"], '"1.5" is not an integer'),
+        (["generate", "m", "--prompt", "x", "--max-tokens", "2.0"], '"2.0" is not an integer'),
+        (["generate", "m", "--prompt", "x", "--seed", "1.9"], '"1.9" is not an integer'),
+        (["generate", "m", "--prompt", "x", "--max-num-seqs", "1.5"], '"1.5" is not an integer'),
+        (["generate", "m", "--prompt", "x", "--max-model-len", "9.5"], '"9.5" is not an integer'),
+        (["synth", "x", "--seed", "1.9"], '"1.9" is not an integer'),
+        (["generate", "m", "--prompt", "x", "--max-model-len", "1"], "must be >= 2"),
+        (
+            ["generate", "m", "--prompt", "x", "--max-num-seqs", "8", "--max-num-batched-tokens=4"],
+            "--max-num-batched-tokens 4 is below --max-num-seqs 8",
+        ),
+        (
+            ["generate", "m", "--prompt", "x", "--max-num-seqs", "513"],
+            "--max-num-batched-tokens 512 is below --max-num-seqs 513",
+        ),
+        (["synth", "x", "--dtype", "bfloat16"], "--dtype bfloat16 is for --format plain alone"),
+        (
+            ["synth", "x", "--format", "served", "--dtype", "float32"],
+            "--dtype float32 is for --format plain alone",
+        ),
         (["generate", "m", "--prompt", "x", "--max-tokens", "0"], "must be >= 1"),
         (["generate", "m", "--prompt", "x", "--max-tokens", "many"], "many"),
         (["generate", "m", "--prompt", "x", "--temperature", "-0.5"], "finite number >= 0"),

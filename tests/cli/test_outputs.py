@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -77,6 +78,16 @@ def test_rendered_summary_names_every_figure():
     assert rows["output speed"] == "1.5 tokens/s"
     assert rows["time to first token (TTFT)"] == "median 500.0 ms, p99 500.0 ms"
     assert rows["time per output token (TPOT)"] == "median 200.0 ms, p99 200.0 ms"
-    assert rows["cache hit rate"] == "-"
-    assert rows["acceptance length"] == "-"
     assert rows["peak memory"] == "-"
+
+
+def test_figures_of_features_that_did_not_run_have_no_row():
+    """The rows were shown as "-" before there was a prefix cache or a draft."""
+    summary = RunSummary.from_outputs([finished(0, 3, 0.5, 0.4)], 2.0)
+    assert "cache hit rate" not in summary.render()
+    assert "acceptance length" not in summary.render()
+    assert summary.to_dict()["cache_hit_rate"] is None
+    text = dataclasses.replace(summary, cache_hit_rate=0.25, acceptance_length=2.5).render()
+    rows = {line[:30].strip(): line[30:].strip() for line in text.splitlines()}
+    assert rows["cache hit rate"] == "25.0 %"
+    assert rows["acceptance length"] == "2.5 tokens"

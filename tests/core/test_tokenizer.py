@@ -297,7 +297,7 @@ def test_special_tokens_count_as_their_text():
 
 
 def test_map_agrees_with_the_steps_of_the_specification():
-    """spec/model.md 5.1 written out with the standard library, over text without odd casing."""
+    """docs/model.md 5.1 written out with the standard library, over text without odd casing."""
     import re
 
     def norm(text: str) -> str:

@@ -21,7 +21,7 @@ def published() -> ModelConfig:
 
 
 def test_published_model_takes_890_bytes_per_token(published: ModelConfig) -> None:
-    """3 owners of ratio 2 and one of ratio 1, 288 + 68 bytes an entry (spec/kernels.md 2.7)."""
+    """3 owners of ratio 2 and one of ratio 1, 288 + 68 bytes an entry (docs/formats.md 2.7)."""
     assert CacheLayout(published).bytes_per_token() == 890
 
 

@@ -59,7 +59,7 @@ def test_every_fp4_byte_holds_the_even_column_in_its_low_nibble():
 
 
 def test_values_of_the_published_checkpoint():
-    """The worked example of spec/checkpoint.md 4.2: layer 0, attn.wkv, row 0."""
+    """The worked example of docs/checkpoint.md 4.2: layer 0, attn.wkv, row 0."""
     codes = torch.tensor([list(bytes.fromhex("d871f2797069f0e5"))], dtype=torch.uint8)
     stored = StoredTensor(
         "layers.0.attn.wkv.weight", "fp8", (1, 8), codes.view(torch.float8_e4m3fn),

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,61 @@ def test_file_shortened_while_open_is_an_error_and_no_crash(
         checkpoint.read("embed.weight")
     with pytest.raises(CheckpointError, match=r"engram\.embed\.weight: .*shortened"):
         table.rows(torch.tensor([50]))
+
+
+SHORTENED = """
+import os, sys
+from pathlib import Path
+import numpy
+from deepinfer.checkpoint import Checkpoint, reader
+from deepinfer.config import ModelConfig
+
+folder, path = Path(sys.argv[1]), Path(sys.argv[2])
+config = ModelConfig.from_folder(folder)
+empty, find_bad_scale = numpy.empty, reader.find_bad_scale
+
+def shorten_and_make(shape, dtype=float):
+    os.truncate(path, 5000)
+    return empty(shape, dtype)
+
+def shorten_and_look(scale):
+    os.truncate(path, 5000)
+    return find_bad_scale(scale)
+
+if sys.argv[3] == "opened":
+    reader.find_bad_scale = shorten_and_look
+checkpoint = Checkpoint.open(folder, config)
+numpy.empty = shorten_and_make  # after the check of the size, and before the bytes are taken
+checkpoint.read("head.weight")
+"""
+
+
+@pytest.mark.parametrize("when", ["read", "opened"])
+def test_file_shortened_while_it_is_read_is_an_error_and_no_crash(
+    tmp_path, served_config, served_tensors, when
+):
+    """The values were copied from the mapping: the process died of SIGBUS, without a message."""
+    folder = write_folder(tmp_path, served_config, served_tensors)
+    (path,) = folder.glob("*.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", SHORTENED, str(folder), str(path), when],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "CheckpointError" in done.stderr
+    assert "shortened while it was open" in done.stderr
+
+
+def test_a_read_that_comes_in_parts_is_completed(served, monkeypatch):
+    """A system may hand out less than was asked for; Linux never gives more than 2 GB at once."""
+    want = everything(served)
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda file, into, at: preadv(file, [into[0][: max(1, len(into[0]) // 2)]], at),
+    )
+    assert everything(served) == want
 
 
 def test_opening_is_logged_in_one_line(served, caplog):

@@ -57,21 +57,36 @@ def test_offline_asks_the_cache_alone(download):
 
 @pytest.mark.parametrize(
     "model",
-    ["./absent", "/no/such/folder", "a/b/c", "", "~/model", "owner/na me", "x" * 300 + "/../y"],
+    [
+        *("./absent", "/no/such/folder", "a/b/c", "", "~/model", "owner/na me"),
+        *("x" * 300 + "/../y", "nowhere", "nowhere/", "tiny-model"),
+    ],
 )
 def test_what_is_neither_folder_nor_hub_id_is_refused(model, download):
+    """A bare word used to be asked of the hub, and the answer spoke of the hub alone."""
+    with pytest.raises(
+        ConfigError,
+        match=r"there is no such folder; allowed: the folder of a checkpoint or a hub id",
+    ):
+        resolve_model(model)
+    assert not download
+
+
+@pytest.mark.parametrize("model", [None, 3, b"folder"])
+def test_what_is_neither_text_nor_path_is_refused(model, download):
     with pytest.raises(ConfigError, match=r"allowed: the folder of a checkpoint or a hub id"):
         resolve_model(model)
     assert not download
 
 
 def test_path_object_and_file_are_never_hub_ids(tmp_path, monkeypatch, download):
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="there is no such folder"):
         resolve_model(Path("owner/name"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="which is no folder"):
-        resolve_model("file")
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "file").write_text("x")
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        resolve_model("owner/file")
     assert not download
 
 
@@ -86,7 +101,8 @@ def test_revision_of_a_folder_is_refused(tmp_path):
         (
             LocalEntryNotFoundError("x"),
             True,
-            "not in the hub's cache; run `hf download owner/name`",
+            "there is no such folder, and as a hub id it is not in the hub's cache; correct the "
+            "path, or run `hf download owner/name`",
         ),
         (LocalEntryNotFoundError("x"), False, "neither in the hub's cache nor reachable"),
     ],
@@ -113,7 +129,9 @@ def test_refusal_of_the_hub_is_passed_on_in_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError) as caught:
         resolve_model("owner/name")
-    assert str(caught.value).startswith("owner/name: the hub refused it (404 Not Found")
+    assert str(caught.value).startswith(
+        "owner/name: there is no such folder, and the hub refused it (404 Not Found"
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -169,11 +187,17 @@ def test_model_that_is_not_cached_is_an_error_without_a_network(tmp_path, how):
     assert "CheckpointError: owner/name: " in done.stderr.splitlines()[-1]
 
 
-def test_explicit_model_wins_over_environment_over_default(tmp_path):
+def test_explicit_model_wins_over_environment(tmp_path):
     environment = {"DEEPINFER_HF_MODEL_DIR": str(tmp_path)}
     assert choose_model("mine", environment) == "mine"
     assert choose_model(None, environment) == str(tmp_path)
-    assert choose_model(None, {}) == DEFAULT_MODEL == "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+
+
+def test_without_a_model_nothing_is_downloaded():
+    """The published checkpoint used to be taken, a download of 510 GB that nobody asked for."""
+    assert DEFAULT_MODEL == "deepseek-ai/DeepSeek-V4.1-Flash-1017"
+    with pytest.raises(ConfigError, match=f"DEEPINFER_HF_MODEL_DIR is not set.*{DEFAULT_MODEL}"):
+        choose_model(None, {})
 
 
 def test_environment_that_names_no_folder_never_falls_back(tmp_path):

@@ -86,7 +86,7 @@ def test_files_are_those_of_the_published_layout(tiny):
 
 
 def test_dtypes_are_the_published_ones(tiny):
-    """The summary of spec/checkpoint.md 3.6, by name."""
+    """The summary of docs/checkpoint.md 3.6, by name."""
     for name, (dtype, _, _) in read_tensors(tiny).items():
         last = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if name.endswith(".scale"):
@@ -213,7 +213,7 @@ def test_values_are_healthy(tiny):
 
 
 def test_hyper_connections_start_as_the_specification_says(tiny):
-    """spec/model.md 9.2: one stream carries the input, streams keep to themselves."""
+    """docs/model.md 9.2: one stream carries the input, streams keep to themselves."""
     with opened(tiny) as checkpoint:
         base = checkpoint.read("layers.6.hc_ffn_base").data
         scale = checkpoint.read("layers.6.hc_ffn_scale").data
@@ -296,9 +296,42 @@ def test_failure_on_the_way_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("deepinfer.checkpoint.synth.tokenizer_files", fail)
-    with pytest.raises(OSError, match="no space"):
-        synthesize(tmp_path / "out", config=smallest_config(), format="plain")
-    assert list(tmp_path.iterdir()) == []
+    for make in (False, True):
+        if make:
+            (tmp_path / "out").mkdir()
+        with pytest.raises(ConfigError, match="/out: cannot be written .no space") as caught:
+            synthesize(tmp_path / "out", config=smallest_config(), format="plain")
+        assert "partial" not in str(caught.value)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize("out", ["file/out", "file/deep/out", "/proc/self/out"])
+def test_place_that_cannot_be_written_is_named_before_any_work(tmp_path, monkeypatch, out):
+    """The message used to name the folder that the files are written to first."""
+    monkeypatch.setattr("deepinfer.checkpoint.synth.build_tokenizer", None)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=f"{out}: cannot be written") as caught:
+        synthesize(tmp_path / out, config=smallest_config(), format="plain")
+    assert "partial" not in str(caught.value)
+
+
+def test_current_folder_and_links_are_filled_in_place(tmp_path, monkeypatch):
+    """The current folder used to be replaced: whoever stood in it saw nothing."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (tmp_path / "link").symlink_to(there)
+    monkeypatch.chdir(here)
+    synthesize(".", config=smallest_config(), format="plain")
+    assert Path("config.json").is_file()
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+    synthesize(tmp_path / "link", config=smallest_config(), format="plain")
+    assert (there / "config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
+    for name in (".", "../link"):
+        with pytest.raises(ConfigError, match="not an empty folder"):
+            synthesize(name, config=smallest_config(), format="plain")
 
 
 MEASURED = """

@@ -1,4 +1,4 @@
-"""The published `config.json`, key by key from spec/checkpoint.md 2."""
+"""The published `config.json`, key by key from docs/checkpoint.md 2."""
 
 import copy
 

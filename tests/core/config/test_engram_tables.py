@@ -1,4 +1,4 @@
-"""Primes and multipliers of Engram against the check values of spec/model.md 5.2 and 5.3."""
+"""Primes and multipliers of Engram against the check values of docs/model.md 5.2 and 5.3."""
 
 import pytest
 from tests.core.config.published import published
@@ -28,7 +28,7 @@ def test_multipliers_of_the_release():
 
 
 def test_hash_vector_of_the_release():
-    """The worked lookup of spec/model.md 5.4, with the primes, offsets and multipliers above."""
+    """The worked lookup of docs/model.md 5.4, with the primes, offsets and multipliers above."""
     config = ModelConfig.from_dict(published()).engram
     ids = (11, 7, 5, 3)
     wanted = (

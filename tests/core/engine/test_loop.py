@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
 from tests.core.model.golden import all_cases
 
+import deepinfer
 from deepinfer.engine import generate
 from deepinfer.engine.loop import _sample, _Sequence
 from deepinfer.errors import CheckpointError, ConfigError
@@ -93,6 +96,78 @@ def test_a_bad_request_fails_alone(model: Model) -> None:
     assert len(results[0].token_ids) == 6
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        ([1], {"max_tokens": 1.5}, "max_tokens=1.5"),
+        ([1], {"max_tokens": True}, "max_tokens=True"),
+        ([1], {"max_tokens": None}, "max_tokens=None"),
+        (["a"], {}, "'a', token ids are integers"),
+        ([1.5], {}, "1.5, token ids are integers"),
+        ([1, True], {}, "True, token ids are integers"),
+        ([1, None], {}, "None, token ids are integers"),
+        ([[1]], {}, "token ids are integers"),
+        ("ab", {}, "prompt is 'ab'; give a list of token ids"),
+        (7, {}, "prompt is 7; give a list of token ids"),
+        ([1], {"seed": 1.5}, "seed=1.5"),
+        ([1], {"seed": "x"}, "seed='x'"),
+        ([1], {"seed": -1}, "seed=-1"),
+        ([1], {"seed": 2**64}, "0 to 2.64 - 1"),
+        ([1], {"temperature": "x"}, "temperature='x'"),
+        ([1], {"temperature": float("inf")}, "temperature=inf"),
+        ([1], {"temperature": 10**400}, "temperature="),
+        ([1], {"temperature": -0.5}, "temperature=-0.5"),
+        ([1], {"ignore_eos": "no"}, "ignore_eos='no'"),
+    ],
+    ids=str,
+)
+def test_a_request_of_wrong_types_fails_alone(
+    model: Model, prompt: object, options: dict, words: str
+) -> None:
+    """They used to end the run with TypeError, or to be cut to an integer."""
+    bad = request(prompt, **options)  # type: ignore[arg-type]
+    first, result, last = generate(model, [request([1]), bad, request([2])])
+    assert result.error is not None
+    assert re.search(words, result.error)
+    assert result.finish_reason == "error"
+    assert first.error is last.error is None
+
+
+def test_what_is_no_request_fails_alone(model: Model) -> None:
+    bad, good = generate(model, ["The sea", request([1])])  # type: ignore[list-item]
+    assert "'The sea', allowed: a GenerationRequest" in (bad.error or "")
+    assert good.error is None
+
+
+def test_numbers_and_ids_of_numpy_and_torch_are_taken(model: Model) -> None:
+    want = generate(model, [request([1, 2], seed=3, max_tokens=4, temperature=0.5)])[0].token_ids
+    for ids in (np.array([1, 2]), torch.tensor([1, 2]), (1, 2), [np.int32(1), torch.tensor(2)]):
+        given = request(
+            ids,  # type: ignore[arg-type]
+            seed=np.uint64(3),
+            max_tokens=np.int64(4),
+            temperature=np.float32(0.5),
+        )
+        assert generate(model, [given])[0].token_ids == want
+
+
+def test_every_step_is_a_debug_line(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", logger="deepinfer.engine"):
+        generate(model, [request([1, 2, 3], max_tokens=2)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "step: 3 rows of 1 sequences, 0 waiting",
+        "step: 1 rows of 1 sequences, 0 waiting",
+    ]
+
+
+def test_generate_is_a_name_of_the_package(model: Model) -> None:
+    asked = deepinfer.GenerationRequest(prompt_token_ids=[1], max_tokens=2, ignore_eos=True)
+    (result,) = deepinfer.generate(model, [asked])
+    assert len(result.token_ids) == 2
+    assert deepinfer.generate is generate
+    assert "generate" in dir(deepinfer)
+
+
 def test_end_of_sequence_stops_unless_it_is_ignored(model: Model) -> None:
     prompt = CASE.ids(0)
     free = generate(model, [request(prompt, max_tokens=32)])[0].token_ids
@@ -159,6 +234,9 @@ def test_times_are_those_of_the_request(model: Model) -> None:
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens=4"),
         ({"max_model_len": 1}, "max_model_len=1"),
         ({"max_model_len": 10**9}, "max_model_len=1000000000"),
+        ({"max_model_len": 9.5}, "max_model_len=9.5 is no integer"),
+        ({"max_num_seqs": "3"}, "max_num_seqs='3' is no integer"),
+        ({"max_num_batched_tokens": 4.0}, "max_num_batched_tokens=4.0 is no integer"),
     ],
 )
 def test_limits_that_let_nothing_run(model: Model, options: dict[str, int], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Cache records, byte for byte, against values worked out from the definition (spec/kernels.md
+"""Cache records, byte for byte, against values worked out from the definition (docs/formats.md
 2.4-2.6).
 """
 

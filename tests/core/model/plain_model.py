@@ -3,7 +3,7 @@
 All positions run at once and in float64; a key that a query may not read is masked. `exact` rounds
 nowhere. In `served` every rounding point has a name, so that a test can leave one out (`without`)
 or add one that should not be there (`extra`); float64 sums lie in the middle of all float32
-summation orders. Section numbers are those of spec/model.md. It is one long file, so that the model
+summation orders. Section numbers are those of docs/model.md. It is one long file, so that the model
 can be read from top to bottom.
 
 Shape letters: T = positions, C = streams, d = hidden size, H, D = heads and their width, N = keys,
@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-# ---- 10.2, and 2 of spec/kernels.md: number formats ----------------------------------------------
+# ---- 10.2, and 2 of docs/formats.md: number formats ----------------------------------------------
 
 
 def round_float(x: Tensor, mantissa_bits: int, lowest_exponent: int, largest: float) -> Tensor:
@@ -73,7 +73,7 @@ def quantise(kind: str, x: Tensor) -> Tensor:
 
 
 def restore(weight: Tensor, scale: Tensor, *, per_row: bool) -> Tensor:
-    """Dequantise a stored matrix (4.2 of spec/checkpoint.md): FP8, or FP4 low nibble first."""
+    """Dequantise a stored matrix (4.2 of docs/checkpoint.md): FP8, or FP4 low nibble first."""
     value = weight.double()
     if weight.dtype == torch.int8:
         codes = weight.view(torch.uint8).long()

@@ -41,7 +41,7 @@ class RandomModel:
 
     @property
     def targets_on_one_side(self) -> bool:
-        """Whether bounded replay may be combined with the draft module (3.9 of spec/model.md)."""
+        """Whether bounded replay may be combined with the draft module (3.9 of docs/model.md)."""
         targets = self.text.get("dspark_target_layer_ids", [])
         return len({t >= self.decoder_start for t in targets}) < 2
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from deepinfer_cli.streams import detach_stdout, write_stderr
+from deepinfer_cli.wording import in_cli_words
 
 __all__ = ["ExitCode", "UsageError", "report_error", "run_guarded"]
 
@@ -19,6 +20,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     SOME_FAILED = 3
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class UsageError(Exception):
@@ -47,6 +49,11 @@ def run_guarded(body: Callable[[], int], *, verbose: bool) -> int:
     except (OSError, MemoryError) as err:
         return report_error(err, ExitCode.FAILED, verbose=verbose)
     except Exception as err:
+        if isinstance(err, ModuleNotFoundError) and err.name and "." not in err.name:
+            # a module missing inside a package that is there would be a bug
+            missing = UsageError(f"{err.name} is not installed: pip install {err.name}")
+            missing.__cause__ = err
+            return report_error(missing, ExitCode.FAILED, verbose=verbose)
         return report_error(err, ExitCode.FAILED, verbose=verbose or not _is_expected(err))
 
 
@@ -54,7 +61,7 @@ def report_error(err: BaseException, code: ExitCode, *, verbose: bool) -> int:
     """Print ``error: ...`` as the last lines on stderr and give ``code`` back."""
     if verbose:
         write_stderr("".join(traceback.format_exception(err)))
-    text = str(err) or type(err).__name__
+    text = in_cli_words(str(err)) or type(err).__name__
     if isinstance(err, MemoryError):
         text = f"out of memory: {err}" if str(err) else "out of memory"
     elif verbose and not isinstance(err, (OSError, UsageError)) and not _is_expected(err):

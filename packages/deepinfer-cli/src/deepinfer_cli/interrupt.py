@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: once asks it to end with what it has, twice ends it at once."""
+"""Ctrl-C or SIGTERM during a run: once asks it to end with what it has, twice ends it at once."""
 
 from __future__ import annotations
 
@@ -6,32 +6,41 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+from deepinfer_cli.exits import ExitCode
 from deepinfer_cli.streams import write_stderr
 
 __all__ = ["InterruptWatch"]
 
 
 class InterruptWatch:
-    """While entered, the first Ctrl-C only sets a flag; the second raises KeyboardInterrupt.
+    """While entered, the first signal only sets a flag; the second raises KeyboardInterrupt.
 
-    Outside the main thread, or where the parent process made us ignore Ctrl-C, nothing changes.
+    Outside the main thread nothing changes; nor for a signal that the parent process made us
+    ignore.
     """
 
     def __init__(self) -> None:
-        self._stopping = False
-        self._previous: signal.Handlers | int | object | None = None
-        self._installed = False
+        self._asked: int | None = None
+        self._previous: dict[signal.Signals, object] = {}
 
     def should_stop(self) -> bool:
         """Whether the run was asked to end; the engine asks this once per step."""
-        return self._stopping
+        return self._asked is not None
+
+    @property
+    def exit_code(self) -> ExitCode | None:
+        """Exit code of a run that was asked to end, None for one that was not."""
+        if self._asked is None:
+            return None
+        return ExitCode.TERMINATED if self._asked == signal.SIGTERM else ExitCode.INTERRUPTED
 
     def __enter__(self) -> InterruptWatch:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGINT)
-            if self._previous is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, self._handle)
-                self._installed = True
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous = signal.getsignal(number)
+                if previous is not signal.SIG_IGN:
+                    signal.signal(number, self._handle)
+                    self._previous[number] = previous
         return self
 
     def __exit__(
@@ -40,12 +49,12 @@ class InterruptWatch:
         err: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]  # as it was
-            self._installed = False
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)  # type: ignore[arg-type]  # as it was
+        self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._stopping:
+        if self._asked is not None:
             raise KeyboardInterrupt
-        self._stopping = True
+        self._asked = number
         write_stderr("\nstopping with the results so far; Ctrl-C again to stop now\n")

@@ -7,6 +7,7 @@ imports ``deepinfer`` only once its arguments have been found right.
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ BUILT_IN = {
 _HELP = """Run DeepSeek-V4.1-Flash models: from prompts to text, on a CPU or an accelerator.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage,
-3 finished but some requests failed, 130 interrupted."""
+3 finished but some requests failed, 130 interrupted by Ctrl-C, 143 by SIGTERM."""
 
 _EXAMPLES = """Examples:
 
@@ -106,7 +107,11 @@ def _describe(err: CycloptsError, args: list[str]) -> str:
     text = " ".join(str(err).split())
     if isinstance(err, UnusedCliTokensError) and err.unused_tokens:
         words = " ".join(repr(token) for token in err.unused_tokens)
-        return f"unexpected argument {words}; quote a text that holds spaces"
+        hint = "quote a text that holds spaces"
+        if args[0] == "generate":
+            prompt = shlex.quote(" ".join(err.unused_tokens))
+            hint = f"a prompt is given as --prompt {prompt}"
+        return f"unexpected argument {words}; {hint}"
     if isinstance(err, UnknownCommandError) and args and args[0].startswith("-"):
         near = difflib.get_close_matches(args[0], ["--help", "--version"], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "options go after the command's name"

@@ -9,11 +9,17 @@ import sys
 
 __all__ = ["detach_stdout", "stderr_is_terminal", "stdout_is_utf8", "write_stderr", "write_stdout"]
 
+_CONTROLS = {
+    code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
+"""Control characters, which could change what a terminal shows or does, as JSON escapes them."""
+
 
 def write_stdout(text: str) -> None:
     """Write results and hand them to the system at once.
 
-    Characters that the stream's encoding lacks are written as backslash escapes.
+    Characters that the stream's encoding lacks are written as backslash escapes, and so are control
+    characters on a terminal, newline and tab apart.
 
     Raises:
         BrokenPipeError: the reader went away, or stdout was closed from the start.
@@ -22,6 +28,8 @@ def write_stdout(text: str) -> None:
     stream = sys.stdout
     if stream is None:
         raise BrokenPipeError(errno.EPIPE, "standard output is closed")
+    if stream.isatty():
+        text = text.translate(_CONTROLS)
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
+    from deepinfer.engine.loop import generate
     from deepinfer.errors import (
         BackendError,
         CheckpointError,
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "__version__",
+    "generate",
     "load_model",
 ]
 
@@ -54,6 +56,7 @@ _HOME = {
     "ModelConfig": "deepinfer.config",
     "RequestError": "deepinfer.errors",
     "RequestOutput": "deepinfer.outputs",
+    "generate": "deepinfer.engine.loop",
     "load_model": "deepinfer.model.load",
 }
 

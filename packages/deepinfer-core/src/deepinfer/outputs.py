@@ -43,7 +43,7 @@ class GenerationRequest:
     temperature: float = 0.0
     """0 takes the most likely token each time (lowest id on ties); above 0 samples."""
     seed: int = 0
-    """Seed of this request's random numbers; unused at temperature 0."""
+    """Seed of this request's random numbers, 0 to 2^64 - 1; unused at temperature 0."""
     ignore_eos: bool = False
     """Whether to go on after the end-of-sequence token."""
     error: str | None = None
@@ -205,7 +205,10 @@ class RunSummary:
         return asdict(self)
 
     def render(self) -> str:
-        """The summary as aligned lines of text, with ``-`` for what was not measured."""
+        """The summary as aligned lines of text, with ``-`` for what was not measured.
+
+        Figures of features that did not run are left out.
+        """
         requests = str(self.num_requests)
         parts = [(self.num_failed, "failed"), (self.num_aborted, "aborted")]
         notes = ", ".join(f"{count} {word}" for count, word in parts if count)
@@ -217,8 +220,8 @@ class RunSummary:
             ("output speed", _show(self.output_tokens_per_s, "tokens/s")),
             ("time to first token (TTFT)", _show_times(self.ttft_median_s, self.ttft_p99_s)),
             ("time per output token (TPOT)", _show_times(self.tpot_median_s, self.tpot_p99_s)),
-            ("cache hit rate", _show(self.cache_hit_rate, "%", scale=100)),
-            ("acceptance length", _show(self.acceptance_length, "tokens")),
+            *_row("cache hit rate", self.cache_hit_rate, "%", scale=100),
+            *_row("acceptance length", self.acceptance_length, "tokens"),
             ("peak memory", _show(self.peak_memory_bytes, "MB", scale=1e-6)),
         ]
         width = max(len(name) for name, _ in rows)
@@ -234,6 +237,10 @@ def _percentile(values: Iterable[float], percent: float) -> float | None:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def _row(name: str, value: float | None, unit: str, *, scale: float = 1.0) -> list[tuple[str, str]]:
+    return [] if value is None else [(name, _show(value, unit, scale=scale))]
 
 
 def _show(value: float | None, unit: str, *, scale: float = 1.0) -> str:

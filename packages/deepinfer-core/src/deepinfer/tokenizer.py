@@ -4,7 +4,7 @@ The work is done by the `tokenizers` library on the checkpoint's own `tokenizer.
 is the policy around it: when a prompt gets a BOS token, which ids are special, and the checks of
 both against `config.json`.
 
-Source: spec/tokenizer-and-chat.md A; spec/model.md 5.1.
+Source: docs/checkpoint.md 9; docs/model.md 5.1.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def compressed_token_map(
     Returns:
         int64 (vocab_size,), numbered by first appearance.
 
-    Source: spec/model.md 5.1.
+    Source: docs/model.md 5.1.
     """
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     normalizer = _normalizer()

@@ -46,7 +46,7 @@ def rebalance_experts(
     Raises:
         BalanceError: a size that does not divide, or loads that are not (L, E), finite and >= 0.
 
-    Source: spec/parallel-and-moe.md 3.1, the published expert-parallel load balancer.
+    Source: docs/expert-placement.md 1, the published expert-parallel load balancer.
     """
     import torch
 
@@ -77,7 +77,7 @@ def max_over_mean(
     Raises:
         BalanceError: the tensors do not fit each other or ``num_gpus``.
 
-    Source: spec/parallel-and-moe.md 3.7.
+    Source: docs/expert-placement.md 2.
     """
     import torch
 

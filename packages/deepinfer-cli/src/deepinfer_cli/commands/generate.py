@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Group, Parameter
 from cyclopts.validators import Number
 
-from deepinfer_cli.exits import ExitCode
+from deepinfer_cli.exits import ExitCode, UsageError
 from deepinfer_cli.interrupt import InterruptWatch
-from deepinfer_cli.options import DEFAULT_LOG, Flag, LogOptions, configure_logging
+from deepinfer_cli.options import DEFAULT_LOG, Flag, Integer, LogOptions, configure_logging
 from deepinfer_cli.progress import ProgressBar, peak_memory_bytes
 from deepinfer_cli.prompts import Prompt, collect_prompts
 from deepinfer_cli.rendering import write_json, write_plain
 from deepinfer_cli.streams import stderr_is_terminal, write_stderr
+from deepinfer_cli.wording import in_cli_words
 
 if TYPE_CHECKING:
     from deepinfer import Model
@@ -36,7 +37,8 @@ _HELP = """Continue prompts with a model; results come in the order of the promp
 
 Prompts are --prompt texts, then the lines of --prompts-file; standard input is read as such a file
 when neither is given. A prompt that cannot be served fails alone: the others go on, and the exit
-code is 3. Ctrl-C once ends the run with the results so far, twice ends it at once.
+code is 3. Ctrl-C once ends the run with the results so far, twice ends it at once; SIGTERM does the
+same.
 """
 
 _EXAMPLES = """Examples:
@@ -51,8 +53,9 @@ def _check_temperature(kind: object, value: float) -> None:
         raise ValueError("Must be a finite number >= 0.")
 
 
-_Count = Annotated[int, Parameter(validator=Number(gte=1))]
-_Seed = Annotated[int, Parameter(validator=Number(gte=0, lt=2**64))]
+_Count = Annotated[Integer, Parameter(validator=Number(gte=1))]
+_Length = Annotated[Integer, Parameter(validator=Number(gte=2))]
+_Seed = Annotated[Integer, Parameter(validator=Number(gte=0, lt=2**64))]
 _Temperature = Annotated[float, Parameter(validator=_check_temperature)]
 _Texts = Annotated[list[str], Parameter(negative="", allow_leading_hyphen=True)]
 
@@ -62,8 +65,8 @@ _Texts = Annotated[list[str], Parameter(negative="", allow_leading_hyphen=True)]
 class GenerateOptions:
     """Every option of ``deepinfer generate``; the text under each one is its help."""
 
-    prompt: Annotated[_Texts | None, Parameter(group=_PROMPTS)] = None
-    """A prompt as text; give it several times for several prompts."""
+    prompt: Annotated[_Texts | None, Parameter(group=_PROMPTS, metavar="TEXT")] = None
+    """A prompt as text. Repeat the option for several: --prompt "One" --prompt "Two"."""
 
     prompts_file: Annotated[str | None, Parameter(group=_PROMPTS, allow_leading_hyphen=True)] = None
     """File of prompts in UTF-8, one per line that is not blank; - is standard input. In a .jsonl
@@ -115,9 +118,9 @@ class GenerateOptions:
     max_num_batched_tokens: Annotated[_Count, Parameter(group=_BATCH)] = 512
     """Most tokens computed in one step, in tokens; longer prompts are read in chunks."""
 
-    max_model_len: Annotated[_Count | None, Parameter(group=_BATCH)] = None
-    """Most tokens of a prompt and its result together, in tokens. Default: the model's own
-    limit."""
+    max_model_len: Annotated[_Length | None, Parameter(group=_BATCH)] = None
+    """Most tokens of a prompt and its result together, in tokens, at least 2. Default: the model's
+    own limit."""
 
 
 def _run(
@@ -132,10 +135,12 @@ def _run(
     Parameters
     ----------
     model
-        Folder of a checkpoint, or its hub id such as owner/name. Default: the folder in the
-        environment variable DEEPINFER_HF_MODEL_DIR, else the published checkpoint.
+        Folder of a checkpoint, or its hub id such as deepseek-ai/DeepSeek-V4.1-Flash-1017, the
+        published checkpoint (a download of 510 GB). Default: the folder in the environment variable
+        DEEPINFER_HF_MODEL_DIR.
     """
     configure_logging(log)
+    _check_batching(options)
     prompts = collect_prompts(options.prompt, options.prompts_file)
 
     import deepinfer
@@ -162,16 +167,30 @@ def _run(
             write_plain(prompts, results, has_tokenizer=loaded.tokenizer is not None)
     if not log.quiet:
         write_stderr(summary.render() + "\n")
-    if watch.should_stop():
-        return ExitCode.INTERRUPTED
+    if watch.exit_code is not None:
+        return watch.exit_code
     return ExitCode.SOME_FAILED if summary.num_failed else ExitCode.DONE
 
 
-def _default_model() -> str:
-    """The model when none is named; said aloud, for it may be a large download."""
-    from deepinfer.checkpoint import choose_model
+def _check_batching(options: GenerateOptions) -> None:
+    """What no model could run is wrong usage, said before one is loaded."""
+    sequences, rows = options.max_num_seqs, options.max_num_batched_tokens
+    if sequences is not None and rows < sequences:
+        raise UsageError(
+            f"--max-num-batched-tokens {rows} is below --max-num-seqs {sequences}: each prompt "
+            f"needs a token in every step; raise the one or lower the other"
+        )
 
-    chosen = choose_model(None)
+
+def _default_model() -> str:
+    """The model when none is named: the environment's, said aloud."""
+    from deepinfer.checkpoint import choose_model
+    from deepinfer.errors import ConfigError
+
+    try:
+        chosen = choose_model(None)
+    except ConfigError as err:
+        raise UsageError(str(err)) from err
     write_stderr(f"no MODEL given: using {chosen}\n")
     return chosen
 
@@ -198,7 +217,10 @@ def _generate(
             should_stop=watch.should_stop,
         )
     assert len(results) == len(requests), f"{len(results)} results of {len(requests)} requests"
-    return results
+    return [
+        replace(result, error=in_cli_words(result.error)) if result.error else result
+        for result in results
+    ]
 
 
 def _to_request(

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from deepinfer_cli.exits import ExitCode, UsageError
-from deepinfer_cli.options import DEFAULT_LOG, LogOptions, configure_logging
+from deepinfer_cli.options import DEFAULT_LOG, Integer, LogOptions, configure_logging
 from deepinfer_cli.streams import write_stderr, write_stdout
 
 __all__ = ["SynthOptions", "synth"]
@@ -40,14 +40,15 @@ class SynthOptions:
     """What to build: tiny (every feature, smallest), bench-tiny, bench-small, or the path of a
     config.json."""
 
-    seed: Annotated[int, Parameter(validator=Number(gte=0, lt=2**63))] = 0
+    seed: Annotated[Integer, Parameter(validator=Number(gte=0, lt=2**63))] = 0
     """Seed of the random weights, 0 to 2^63 - 1; the same seed gives the same files."""
 
     format: Literal["served", "plain"] = "served"
     """Weights: served is quantised as published, plain is not quantised."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of the weights of a plain checkpoint; a served one has the published types."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Element type of the weights, for --format plain alone; a served checkpoint has the published
+    types. Default: float32."""
 
 
 def _run(
@@ -65,12 +66,21 @@ def _run(
         Folder to make; it must not exist yet, or be empty.
     """
     configure_logging(log)
+    if options.dtype is not None and options.format == "served":
+        raise UsageError(
+            f"--dtype {options.dtype} is for --format plain alone; a served checkpoint has the "
+            f"published types"
+        )
     config = _find_config(options.config)
 
     from deepinfer.checkpoint import synthesize
 
     written = synthesize(
-        out, config=config, seed=options.seed, format=options.format, dtype=options.dtype
+        out,
+        config=config,
+        seed=options.seed,
+        format=options.format,
+        dtype=options.dtype or "float32",
     )
     write_stdout(f"{written}\n")
     if not log.quiet:

@@ -3,7 +3,7 @@
 A sequence owns one *state slot* (window rings of every layer, compressor state) and a list of
 *blocks* of `BLOCK_TOKENS` tokens (compressed entries and index keys of the layers that own them).
 Slot 0 and block 0 are never given out: their rows mean "none", and row 0 of each pool stays zero.
-Source: spec/kernels.md 2.4-2.7.
+Source: docs/formats.md 2.4-2.7.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The records that caches are made of: how many bytes one row takes, by kind and width.
 
 Pure arithmetic; the encoders and decoders are kernel operations (`deepinfer.kernels.reference`
-defines them). Byte layouts: spec/kernels.md 2.4 (window), 2.5 (compressed entries), 2.6 (index
+defines them). Byte layouts: docs/formats.md 2.4 (window), 2.5 (compressed entries), 2.6 (index
 keys).
 """
 

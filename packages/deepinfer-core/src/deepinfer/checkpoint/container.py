@@ -1,10 +1,10 @@
-"""One safetensors file: its header checked before use, its bytes mapped.
+"""One safetensors file: its header checked before use, its bytes read or mapped.
 
-We read the container ourselves, and not through the safetensors library, for two reasons: pages of
-tensors that have been copied out are given back (`mapped_file`), and all faults of all files are
-reported together, by tensor name, before anything is loaded. A file is untrusted input.
+We read the container ourselves, and not through the safetensors library, for two reasons: a file
+that shrinks while it is read is an error and no crash (`mapped_file`), and all faults of all files
+are reported together, by tensor name, before anything is loaded. A file is untrusted input.
 
-Source: spec/checkpoint.md 6.1.
+Source: docs/checkpoint.md 6.1.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ DTYPE_BYTES = {
 }
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_RANK = 8
+_MAX_NAMES = 4
 _KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -60,10 +61,10 @@ class Entry:
 
 
 class Shard:
-    """A mapped safetensors file.
+    """An open safetensors file.
 
     Args:
-        path: the file; it must not change while it is mapped.
+        path: the file.
 
     Attributes:
         file: the mapping; None when the file could not be opened.
@@ -82,14 +83,13 @@ class Shard:
         self.has_header = False
         try:
             self.file = MappedFile(path)
+            self._size = self.file.size
+            if self._size < 8:
+                self._fault(f"truncated: {self._size} bytes, a header needs more than 8")
+            else:
+                self._read_header(self.file)
         except OSError as err:
             self._fault(f"cannot be read ({err.strerror or err})")
-            return
-        self._size = self.file.size
-        if self._size < 8:
-            self._fault(f"truncated: {self._size} bytes, a header needs more than 8")
-        else:
-            self._read_header(self.file)
 
     def _fault(self, text: str, tensor: str | None = None) -> None:
         where = shown_name(self.file_name)
@@ -122,6 +122,7 @@ class Shard:
             entry = self._entry(name, value, start)
             if entry is not None:
                 self.entries[name] = entry
+        self._name_the_cut()
         if not self.problems:
             self._check_layout(start)
 
@@ -146,11 +147,23 @@ class Shard:
             found = f"{dtype} {list(shape)} needs {needed} bytes, data_offsets give {end - begin}"
             self._fault(found, name)
             return None
-        if start + end > self._size:
-            missing = start + end - self._size
-            self._fault(f"truncated: the file ends {missing} bytes before the tensor does", name)
-            return None
         return Entry(dtype, tuple(shape), start + begin, start + end)
+
+    def _name_the_cut(self) -> None:
+        """One line for all tensors that reach beyond the end of the file; they are broken."""
+        cut = [name for name, entry in self.entries.items() if entry.end > self._size]
+        if not cut:
+            return
+        missing = max(self.entries[name].end for name in cut) - self._size
+        names = ", ".join(shown_name(name) for name in cut[:_MAX_NAMES])
+        more = f" and {len(cut) - _MAX_NAMES} more" if len(cut) > _MAX_NAMES else ""
+        self._fault(
+            f"truncated: {missing} bytes are missing at its end, and with them all or part of "
+            f"{len(cut)} of {len(self.entries)} tensors: {names}{more}; fetch the file again"
+        )
+        for name in cut:
+            del self.entries[name]
+        self.broken.update(cut)
 
     def _check_layout(self, start: int) -> None:
         """Tensors fill the file from end to end: no overlap, no gap, nothing behind the last.

@@ -5,7 +5,7 @@ Encoding rounds to nearest, ties to even, and saturates.
 
 Shape letters: N = output rows, K = input columns.
 
-Source: spec/checkpoint.md 4; spec/model.md 10.2; spec/kernels.md 2.1-2.3.
+Source: docs/checkpoint.md 4; docs/model.md 10.2; docs/formats.md 2.1-2.3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a folder to located tensors: which file holds which name, with every fault noted.
 
-Source: spec/checkpoint.md 1, 5.1 (prefix), 5.3 (the Ascend variant's files), 6.2 (checks).
+Source: docs/checkpoint.md 1, 5.1 (prefix), 5.3 (the Ascend variant's files), 6.2 (checks).
 """
 
 from __future__ import annotations

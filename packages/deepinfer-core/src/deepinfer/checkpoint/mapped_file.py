@@ -1,8 +1,8 @@
-"""A file mapped read-only whose pages are given back as soon as they have been used.
+"""A file that is read by explicit reads, and mapped only for those who ask for a view.
 
-Touching one byte of a mapping can make a megabyte of cached file resident, so giving back only the
-bytes that were asked for would leave their neighbours behind. All pages of the mapping are given
-back whenever enough has been touched.
+A read of a file that was shortened meanwhile comes back short, and that is an error like any other.
+A touch of its mapping would end the process (SIGBUS), costs more, and can make a megabyte of cached
+file resident.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import numpy.typing as npt
 
 __all__ = ["FileRows", "MappedFile"]
 
-_COPY_BYTES = 8 * 2**20
-_TOUCH_BYTES = 2**20
-_KEEP_BYTES = 32 * 2**20
-
 Bytes = npt.NDArray[np.uint8]
+
+_CAN_READ_AT = hasattr(os, "preadv")
 
 
 class MappedFile:
-    """A regular file, open and mapped; it must not change meanwhile.
+    """A regular file, open and mapped.
 
     Args:
         path: the file. Opening never waits on a pipe or a device.
@@ -40,7 +38,6 @@ class MappedFile:
         self.size = 0
         self._map: mmap.mmap | None = None
         self._bytes: Bytes = np.empty(0, dtype=np.uint8)
-        self._touched = 0
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         self._descriptor = os.open(path, flags)
         self._close_file = weakref.finalize(self, os.close, self._descriptor)
@@ -55,38 +52,29 @@ class MappedFile:
     def view(self, begin: int, end: int) -> Bytes:
         """Bytes [begin, end), not copied and read-only: writing to them crashes the process.
 
-        The view keeps the mapping alive.
+        The view keeps the mapping alive. The file must not be shortened while it is in use.
 
         Raises:
             OSError: closed, or the file was shortened since (touching the lost bytes would crash).
         """
-        if not self._close_file.alive:
-            raise OSError(f"file {self.path.name} is closed")
+        self._check_open()
         if os.fstat(self._descriptor).st_size < max(end, self.size):
             raise OSError(f"file {self.path.name} was shortened while it was open")
         return self._bytes[begin:end]
 
     def copy(self, begin: int, end: int) -> Bytes:
-        """Bytes [begin, end) in memory of their own; the file's pages do not stay resident."""
-        source = self.view(begin, end)
+        """Bytes [begin, end) in memory of their own; no page of the mapping is touched.
+
+        Raises:
+            OSError: closed, cannot be read, or the file was shortened since.
+        """
+        self._check_open()
         target = np.empty(end - begin, dtype=np.uint8)
-        for start in range(0, end - begin, _COPY_BYTES):
-            stop = min(start + _COPY_BYTES, end - begin)
-            np.copyto(target[start:stop], source[start:stop])
-            self.used(stop - start)
+        if _CAN_READ_AT:
+            _read_at(self._descriptor, target, begin, self.path.name)
+        else:
+            np.copyto(target, self.view(begin, end))
         return target
-
-    def used(self, num_bytes: int) -> None:
-        """Account for bytes of a view that have been read and will not be read again soon."""
-        self._touched += num_bytes + _TOUCH_BYTES
-        if self._touched > _KEEP_BYTES:
-            self.release()
-
-    def release(self) -> None:
-        """Give back every resident page of the mapping; views stay valid."""
-        self._touched = 0
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
 
     def expect_random_use(self, begin: int, end: int) -> None:
         """Tell the system not to read ahead in [begin, end)."""
@@ -107,6 +95,10 @@ class MappedFile:
         self._bytes = np.empty(0, dtype=np.uint8)
         self._map = None
         self._close_file()
+
+    def _check_open(self) -> None:
+        if not self._close_file.alive:
+            raise OSError(f"file {self.path.name} is closed")
 
 
 class FileRows:
@@ -134,15 +126,27 @@ class FileRows:
         """
         if rows.size and not 0 <= rows.min() <= rows.max() < self._num_rows:
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a table of {self._num_rows}")
-        if not hasattr(os, "preadv"):
+        if not _CAN_READ_AT:
             return self._view[rows]
         unique, places = np.unique(rows, return_inverse=True)
         found = np.empty((unique.size, self._row_bytes), dtype=np.uint8)
         for row, into in zip(unique.tolist(), found, strict=True):
-            at = self._begin + row * self._row_bytes
-            if os.preadv(self._descriptor, [into.data], at) != self._row_bytes:
-                raise OSError(f"file {self._name} was shortened while it was open")
+            _read_at(self._descriptor, into, self._begin + row * self._row_bytes, self._name)
         return found[places]
+
+
+def _read_at(descriptor: int, into: Bytes, begin: int, name: str) -> None:
+    """Fill `into` with the file's bytes from `begin`; the system may hand them out in parts.
+
+    Raises:
+        OSError: the file ends before that, or cannot be read.
+    """
+    done = 0
+    while done < into.size:
+        count = os.preadv(descriptor, [into[done:].data], begin + done)
+        if count == 0:
+            raise OSError(f"file {name} was shortened while it was open")
+        done += count
 
 
 class _Mapped:

@@ -1,6 +1,6 @@
 """A table that stays in its file: what Engram looks rows up in.
 
-Source: spec/checkpoint.md 3.3 and 6.1; spec/model.md 5.5.
+Source: docs/checkpoint.md 3.3 and 6.1; docs/model.md 5.5.
 """
 
 from __future__ import annotations

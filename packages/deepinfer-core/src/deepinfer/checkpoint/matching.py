@@ -3,7 +3,7 @@
 Each expected tensor ends as a `Binding` (where its values and its scale lie, and how they are
 stored) or as a line that says what is wrong with it.
 
-Source: spec/checkpoint.md 3, 5 and 6.2; name and dtype variants of 5.1.
+Source: docs/checkpoint.md 3, 5 and 6.2; name and dtype variants of 5.1.
 """
 
 from __future__ import annotations
@@ -51,11 +51,6 @@ class Binding:
     values: Place
     scale: Place | None
     block: tuple[int, int] | None
-
-    @property
-    def shard(self) -> Shard:
-        """The file that holds the values."""
-        return self.values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +215,4 @@ def _hint(config: ModelConfig, name: str) -> str:
         return "; the config has num_nextn_predict_layers 0"
     if any(part in name for part in _FOREIGN_PARTS):
         return "; a name of another format, not the published one"
-    return "; pass ignore_unexpected (--ignore-unexpected) if it may be left out"
+    return "; set ignore_unexpected=True if it may be left out"

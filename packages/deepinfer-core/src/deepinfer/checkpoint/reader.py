@@ -1,10 +1,10 @@
 """`Checkpoint`: the published files, checked whole, read tensor by tensor.
 
-`open` finds everything that is wrong before anything is computed. `read` copies one tensor out of
-its mapped file and gives the file's pages back, so that loading never holds a second copy of the
-weights. `map` copies nothing: Engram tables may be larger than memory.
+`open` finds everything that is wrong before anything is computed. `read` reads one tensor out of
+its file into memory of its own, so that loading never holds a second copy of the weights. `map`
+copies nothing: Engram tables may be larger than memory.
 
-Source: spec/checkpoint.md 4, 5.1 and 6.
+Source: docs/checkpoint.md 4, 5.1 and 6.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepinfer.errors import CheckpointError
 from .container import Shard
 from .formats import StoredTensor
 from .locate import locate
-from .mapped_tensor import MappedTensor, map_tensor, typed, viewed
+from .mapped_tensor import MappedTensor, map_tensor, typed
 from .matching import Binding, Place, match
 from .schema import is_vision
 from .values import find_bad_scale, find_bad_value
@@ -51,7 +51,6 @@ class Checkpoint:
         self.config = config
         self._bindings = bindings
         self._shards = tuple(shards)
-        self._last_read: Shard | None = None
 
     @classmethod
     def open(
@@ -106,7 +105,7 @@ class Checkpoint:
         return name in self._bindings
 
     def read(self, name: str) -> StoredTensor:
-        """A tensor and its scale in memory of their own; the file's pages are given back.
+        """A tensor and its scale in memory of their own.
 
         Raises:
             CheckpointError: the values hold a NaN code, the checkpoint is closed, or its file was
@@ -114,10 +113,6 @@ class Checkpoint:
             KeyError: no such tensor in this model.
         """
         binding = self._bindings[name]
-        if binding.shard is not self._last_read:
-            # what the last file has left behind must not add up over all files
-            self._release(self._last_read)
-            self._last_read = binding.shard
         try:
             data, scale = (_copied(place) for place in (binding.values, binding.scale))
         except OSError as err:
@@ -160,11 +155,6 @@ class Checkpoint:
         is_small = sum(entry.num_bytes for _, entry in places) <= keep_bytes
         return self.read(name) if is_small else self.map(name)
 
-    def release_pages(self) -> None:
-        """Give back every resident page of the files; mapped tensors stay valid."""
-        for shard in self._shards:
-            self._release(shard)
-
     def close(self) -> None:
         """Let go of the files; tensors that were read or mapped stay valid."""
         for shard in self._shards:
@@ -182,24 +172,18 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    @staticmethod
-    def _release(shard: Shard | None) -> None:
-        if shard is not None and shard.file is not None:
-            shard.file.release()
-
     def _bad_scales(self) -> list[str]:
         """A line for each scale tensor, the Engram tables' apart, that holds a NaN."""
         problems = []
         for name, binding in self._bindings.items():
             if binding.scale is None or name.endswith("engram.embed.weight"):
                 continue
-            shard, entry = binding.scale
-            fault = find_bad_scale(viewed(binding.scale))
+            try:
+                fault = find_bad_scale(_copied(binding.scale))
+            except OSError as err:
+                fault = str(err)
             if fault:
                 problems.append(f"tensor {name}: {fault}")
-            if shard.file is not None:
-                shard.file.used(entry.num_bytes)
-        self.release_pages()
         return problems
 
 

@@ -1,6 +1,6 @@
 """From the model argument to a folder: a path, or an id of the Hugging Face hub.
 
-Source: spec/checkpoint.md 7; design.md 10 (precedence).
+Source: docs/checkpoint.md 7.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 MODEL_DIR_VARIABLE = "DEEPINFER_HF_MODEL_DIR"
 
 _FILES = ["config.json", "tokenizer*.json", "*.safetensors.index.json", "*.safetensors"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?", re.ASCII)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
 def choose_model(explicit: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The model to use: an explicit one, else the environment's folder, else the default id.
+    """The model to use: an explicit one, else the environment's folder.
 
     Raises:
-        ConfigError: the variable is set but is no folder; it never falls back.
+        ConfigError: neither is given (a download of the published checkpoint is never started
+            unasked), or the variable is set and is no folder.
     """
     if explicit is not None:
         return explicit
     folder = environ.get(MODEL_DIR_VARIABLE)
     if folder is None:
-        return DEFAULT_MODEL
+        raise ConfigError(
+            f"no model is given and {MODEL_DIR_VARIABLE} is not set; give a folder or a hub id: "
+            f"{DEFAULT_MODEL} is the published checkpoint, a download of 510 GB"
+        )
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{MODEL_DIR_VARIABLE}: found {shown(folder)}, allowed: an existing folder; "
@@ -54,6 +58,11 @@ def resolve_model(model: str | Path, *, offline: bool = False, revision: str | N
         ConfigError: neither a folder nor the form of a hub id, or a revision of a folder.
         CheckpointError: the hub does not have it, or it is not in the cache when offline.
     """
+    if not isinstance(model, str | Path):
+        raise ConfigError(
+            f"model: found {shown(model)}, allowed: the folder of a checkpoint or a hub id such as "
+            "owner/name"
+        )
     name = os.fspath(model)
     # os.path, since Path("") is the current folder and Path.is_dir raises on some odd names
     if os.path.isdir(name):
@@ -65,7 +74,7 @@ def resolve_model(model: str | Path, *, offline: bool = False, revision: str | N
         return Path(name)
     if isinstance(model, Path) or not _HUB_ID.fullmatch(name) or os.path.exists(name):
         raise ConfigError(
-            f"model: found {shown(name, 300)}, which is no folder; allowed: the folder of a "
+            f"model: found {shown(name, 300)}, there is no such folder; allowed: the folder of a "
             "checkpoint or a hub id such as owner/name"
         )
     return _from_hub(name, offline=offline, revision=revision)
@@ -91,8 +100,12 @@ def _from_hub(name: str, *, offline: bool, revision: str | None) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as err:
         why = "not in the hub's cache" if offline else "neither in the hub's cache nor reachable"
         raise CheckpointError(
-            f"{why}; run `hf download {name}` once with a network, or give a folder", where=name
+            f"there is no such folder, and as a hub id it is {why}; correct the path, or run "
+            f"`hf download {name}` once with a network",
+            where=name,
         ) from err
     except HfHubHTTPError as err:
         first = str(err).strip().splitlines()[0]
-        raise CheckpointError(f"the hub refused it ({first})", where=name) from err
+        raise CheckpointError(
+            f"there is no such folder, and the hub refused it ({first})", where=name
+        ) from err

@@ -1,9 +1,9 @@
 """The tensors that a config calls for: one table for validation and for synthesis.
 
-Symbols are those of spec/checkpoint.md 3: V vocabulary, D hidden, H heads, d head dim, Rq query
+Symbols are those of docs/checkpoint.md 3: V vocabulary, D hidden, H heads, d head dim, Rq query
 rank, G and Ro output groups and rank, E experts, F expert width, m streams.
 
-Source: spec/checkpoint.md 3; spec/model.md 1.6.
+Source: docs/checkpoint.md 3; docs/model.md 1.6.
 """
 
 from __future__ import annotations

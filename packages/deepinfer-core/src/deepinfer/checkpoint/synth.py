@@ -3,7 +3,7 @@
 Weights are drawn, quantised and written a few megabytes at a time, so that the size of a
 checkpoint is bounded by the disk and not by memory.
 
-Source: spec/checkpoint.md 1, 3, 6.1 and 8; spec/model.md 9.
+Source: docs/checkpoint.md 1, 3, 6.1 and 8; docs/model.md 9.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -67,40 +68,65 @@ def synthesize(
         `out`.
 
     Raises:
-        ConfigError: a wrong config or argument, or a folder that is not empty.
+        ConfigError: a wrong config or argument, a folder that is not empty, or one that cannot be
+            made or written.
     """
     out = Path(out)
     _check_arguments(out, seed, format, dtype)
-    target = Path(os.path.realpath(out))  # a link to an empty folder fills that folder
     values = _load(config)
     values.pop("quantization_config", None)
     values["dtype"] = "bfloat16" if format == "served" else dtype
     if format == "served":
         values["quantization_config"] = dict(QUANTIZATION)
     parsed = ModelConfig.from_dict(values)
-    raw = build_tokenizer(parsed)
-    if parsed.engram is not None:
-        tokenizer = Tokenizer(raw, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        distinct = int(compressed_token_map(tokenizer, parsed.vocab_size).max()) + 1
-        values["text_config"]["engram_compressed_vocab_size"] = distinct
-        parsed = ModelConfig.from_dict(values)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-    )
-    partial.chmod(0o777 & ~_umask())
-    try:
-        _write_weights(partial, parsed, seed)
+    with _appearing_whole(out) as folder:
+        raw = build_tokenizer(parsed)
+        if parsed.engram is not None:
+            tokenizer = Tokenizer(raw, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+            distinct = int(compressed_token_map(tokenizer, parsed.vocab_size).max()) + 1
+            values["text_config"]["engram_compressed_vocab_size"] = distinct
+            parsed = ModelConfig.from_dict(values)
+        _write_weights(folder, parsed, seed)
         for file_name, text in tokenizer_files(raw).items():
-            (partial / file_name).write_text(text, encoding="utf-8", newline="\n")
-        _write_json(partial / "config.json", values)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            (folder / file_name).write_text(text, encoding="utf-8", newline="\n")
+        _write_json(folder / "config.json", values)
     return out
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A folder to write into, whose contents become those of `out`, or vanish on an error.
+
+    An empty folder that is there stays the same one: it may be somebody's current folder, or a
+    mount.
+
+    Raises:
+        ConfigError: the system refuses to make or write it; the message names `out`.
+    """
+    target = Path(os.path.realpath(out))  # a link to an empty folder fills that folder
+    partial = None
+    try:
+        is_there = target.is_dir()
+        home = target if is_there else target.parent
+        home.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home))
+        partial.chmod(0o777 & ~_umask())
+        yield partial
+        if is_there:
+            # config.json last: without it nobody takes the folder for a checkpoint
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+                path.rename(target / path.name)
+            partial.rmdir()
+        else:
+            partial.rename(target)
+    except BaseException as err:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(err, OSError):
+            raise ConfigError(
+                f"{out}: cannot be written ({err.strerror or err}); choose another OUT"
+            ) from err
+        raise
 
 
 def _umask() -> int:
@@ -117,8 +143,16 @@ def _check_arguments(out: Path, seed: int, format: str, dtype: str) -> None:
         raise ConfigError(f"dtype: found {shown(dtype)}, allowed: 'float32' or 'bfloat16'")
     if seed < 0:
         raise ConfigError(f"seed: found {seed}, allowed: a number that is not negative")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and not _is_empty_folder(out):
         raise ConfigError(f"{out}: exists and is not an empty folder; choose another OUT")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Whether `path` is a folder without entries, as far as one may look."""
+    try:
+        return not any(path.iterdir())
+    except OSError:
+        return False
 
 
 def _load(config: str | Path | dict[str, Any]) -> dict[str, Any]:

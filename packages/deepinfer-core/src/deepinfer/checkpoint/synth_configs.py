@@ -1,6 +1,6 @@
 """Configs of the checkpoints that `synthesize` knows by name.
 
-Source: spec/model.md 9 (tiny, the every-feature config).
+Source: docs/model.md 9 (tiny, the every-feature config).
 """
 
 from __future__ import annotations

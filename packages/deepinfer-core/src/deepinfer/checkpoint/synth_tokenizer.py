@@ -4,7 +4,7 @@ It has the published family's special tokens, all 256 bytes where there is room 
 merges that shorten English a little. Any text comes back from its ids (with fewer than about 270
 ids rare bytes are left out, and text that holds them loses them).
 
-Source: spec/tokenizer-and-chat.md A.1, A.2.
+Source: docs/checkpoint.md 9.1, 9.2.
 """
 
 from __future__ import annotations

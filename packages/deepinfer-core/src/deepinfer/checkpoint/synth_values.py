@@ -3,7 +3,7 @@
 Every tensor has a generator of its own, seeded by the seed and its name, so values do not depend
 on the order or on which other tensors there are.
 
-Source: spec/checkpoint.md 8; spec/model.md 9 and 9.2.
+Source: docs/checkpoint.md 8; docs/model.md 9 and 9.2.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Everything here works through its input in pieces that fit a processor's cache, on the bits, and
 allocates no copy of it.
 
-Source: spec/checkpoint.md 4.1.
+Source: docs/checkpoint.md 4.1.
 """
 
 from __future__ import annotations

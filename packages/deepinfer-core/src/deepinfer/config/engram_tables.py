@@ -1,6 +1,6 @@
 """Engram's table geometry and hash multipliers: pure arithmetic on the config.
 
-Source: spec/model.md 5.2 (primes) and 5.3 (multipliers).
+Source: docs/model.md 5.2 (primes) and 5.3 (multipliers).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def engram_primes(config: EngramConfig) -> tuple[tuple[int, ...], ...]:
     Every (layer, order) starts its search at `vocab_size` and takes the next primes that no
     column of any layer has taken, so the columns of a model have pairwise different sizes.
 
-    Source: spec/model.md 5.2.
+    Source: docs/model.md 5.2.
     """
     # Every search restarts at the same place and skips what is taken, and what is taken has no
     # gaps: continuing behind the last prime is the same walk without the repeated skipping.
@@ -76,7 +76,7 @@ def engram_multipliers(config: EngramConfig) -> tuple[tuple[int, ...], ...]:
 
     They depend on the number of compressed ids: a wrong token map gives other multipliers.
 
-    Source: spec/model.md 5.3 (NumPy PCG64, seed 10007 * layer).
+    Source: docs/model.md 5.3 (NumPy PCG64, seed 10007 * layer).
     """
     bound = max(1, (_INT64_MAX // config.compressed_vocab_size) // 2)
     layers = []

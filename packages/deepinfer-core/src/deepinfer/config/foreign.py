@@ -2,7 +2,7 @@
 
 Without this, such a config would fail with a list of missing keys that says nothing.
 
-Source: spec/checkpoint.md 2.4, 5.2 and 5.3.
+Source: docs/checkpoint.md 2.4, 5.2 and 5.3.
 """
 
 from __future__ import annotations

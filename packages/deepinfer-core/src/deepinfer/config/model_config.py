@@ -1,6 +1,6 @@
 """`ModelConfig`: the geometry of one model as its `config.json` states it, and its layers' plan.
 
-Field names are those of the published `config.json` (spec/model.md section 1). Optional parts of
+Field names are those of the published `config.json` (docs/model.md section 1). Optional parts of
 the architecture (drafts, Engram, quantised storage, YaRN, candidate blocks) are sub-objects that
 are `None` when absent. Reading and validating the file is `deepinfer.config.parse`; an object of
 this module is always consistent.
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class YarnConfig:
-    """Rotary frequencies stretched beyond the trained length (spec/model.md 3.2)."""
+    """Rotary frequencies stretched beyond the trained length (docs/model.md 3.2)."""
 
     factor: float
     """How many times longer the context is than the trained one."""
@@ -42,7 +42,7 @@ class YarnConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateConfig:
-    """Candidate blocks: one layer narrows what later index sources look at (spec/model.md 3.5)."""
+    """Candidate blocks: one layer narrows what later index sources look at (docs/model.md 3.5)."""
 
     source_layer_id: int
     """The index source that publishes the blocks."""
@@ -54,7 +54,7 @@ class CandidateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngramConfig:
-    """Hashed n-gram memory (spec/model.md 5)."""
+    """Hashed n-gram memory (docs/model.md 5)."""
 
     layer_ids: tuple[int, ...]
     """Layers whose streams the memory writes to."""
@@ -81,7 +81,7 @@ class EngramConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DSparkConfig:
-    """The draft module (spec/model.md 7)."""
+    """The draft module (docs/model.md 7)."""
 
     num_layers: int
     """Draft layers (`num_nextn_predict_layers`)."""
@@ -101,7 +101,7 @@ class DSparkConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationConfig:
-    """Storage of the published checkpoint: FP8 blocks and FP4 experts (spec/checkpoint.md 2.3)."""
+    """Storage of the published checkpoint: FP8 blocks and FP4 experts (docs/checkpoint.md 2.3)."""
 
     weight_block_size: tuple[int, int] = (32, 32)
     """Rows and columns that share one scale of an FP8 weight."""
@@ -127,7 +127,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one backbone layer reads and owns (spec/model.md 1.5)."""
+    """What one backbone layer reads and owns (docs/model.md 1.5)."""
 
     layer: int
     ratio: int
@@ -245,7 +245,7 @@ class ModelConfig:
 
     @cached_property
     def num_encoder_layers(self) -> int:
-        """First layer of ratio 1; the number of layers where there is none (spec/model.md 1.5)."""
+        """First layer of ratio 1; the number of layers where there is none (docs/model.md 1.5)."""
         ones = (layer for layer, ratio in enumerate(self.compress_ratios) if ratio == 1)
         return next(ones, self.num_hidden_layers)
 

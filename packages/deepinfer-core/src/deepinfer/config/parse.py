@@ -4,7 +4,7 @@ This module reads and checks each key for itself; `deepinfer.config.rules` check
 A missing required key is an error, never a silent default. Keys that the model does not use are
 left alone, since published configs carry some.
 
-Source: spec/checkpoint.md 2, spec/model.md 1.
+Source: docs/checkpoint.md 2, docs/model.md 1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The optional parts of a config: each is absent, or an object of its own.
 
-Source: spec/checkpoint.md 2; spec/model.md 1.
+Source: docs/checkpoint.md 2; docs/model.md 1.
 """
 
 from __future__ import annotations

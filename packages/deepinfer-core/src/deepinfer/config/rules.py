@@ -3,7 +3,7 @@
 Only rules of the format: limits of one engine's kernels (multiples of 128, block sizes and so on)
 are not demanded here.
 
-Source: spec/model.md 1.5, 5.2; spec/checkpoint.md 2 and 8.
+Source: docs/model.md 1.5, 5.2; docs/checkpoint.md 2 and 8.
 """
 
 from __future__ import annotations

@@ -7,16 +7,19 @@ has to be preempted.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from deepinfer.cache.pools import CachePools
+from deepinfer.config.fields import is_integer, is_number, shown
 from deepinfer.errors import CheckpointError, ConfigError, RequestError
+from deepinfer.model.arguments import plain
 from deepinfer.model.model import Model
 from deepinfer.outputs import (
     CompletionOutput,
@@ -29,6 +32,8 @@ from deepinfer.outputs import (
 from deepinfer.step.builder import InputBuilder, SequenceRows
 
 __all__ = ["generate"]
+
+logger = logging.getLogger(__name__)
 
 
 def generate(
@@ -57,6 +62,11 @@ def generate(
     Raises:
         ConfigError: a limit that lets nothing run.
     """
+    _check_integers(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
     if max_num_seqs is None:
         max_num_seqs = max(1, min(16, max_num_batched_tokens))
     limit = _check_limits(model, max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -68,6 +78,12 @@ def generate(
         if on_progress is not None:
             on_progress(run.progress())
     return run.finish()
+
+
+def _check_integers(**limits: object) -> None:
+    for name, value in limits.items():
+        if value is not None and not is_integer(value):
+            raise ConfigError(f"{name}={shown(value)} is no integer; give one")
 
 
 def _check_limits(
@@ -126,7 +142,8 @@ class _Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids or ())
+        assert self.request.prompt_token_ids is not None, "a request that runs has a prompt"
+        return len(self.request.prompt_token_ids)
 
     def rows(self, count: int) -> SequenceRows:
         """The next `count` rows; the last known token gives logits."""
@@ -187,6 +204,12 @@ class _Run:
         """Admit what fits, run one forward, settle what it finished."""
         self._admit()
         batch = self._plan()
+        logger.debug(
+            "step: %d rows of %d sequences, %d waiting",
+            sum(rows.count for _, rows in batch),
+            len(batch),
+            len(self._waiting),
+        )
         try:
             tokens = iter(self._forward(batch))
         except (CheckpointError, OSError) as problem:  # a table row that is damaged or out of reach
@@ -230,18 +253,15 @@ class _Run:
 
     # ---- admission ----
 
-    def _submit(self, index: int, request: GenerationRequest) -> None:
-        prompt, error = request.prompt_token_ids, request.error
-        if error is None and prompt is None:
-            error = "the request has neither prompt_token_ids nor an error"
-        if error is None and prompt is not None:
-            try:
-                self._check(request, prompt)
-            except RequestError as problem:
-                error = str(problem)
-        if error is not None or prompt is None:
+    def _submit(self, index: int, given: GenerationRequest) -> None:
+        """Queue a request, or record why it cannot run."""
+        try:
+            request, prompt = self._checked(given)
+        except RequestError as problem:
+            ids = getattr(given, "prompt_token_ids", None)
+            num_tokens = len(ids) if isinstance(ids, list) else 0
             self._results[index] = RequestOutput(
-                index=index, num_prompt_tokens=len(prompt or ()), error=error, stats=RequestStats()
+                index=index, num_prompt_tokens=num_tokens, error=str(problem)
             )
             return
         image_id = self._model.config.image_token_id
@@ -256,17 +276,44 @@ class _Run:
             )
         )
 
-    def _check(self, request: GenerationRequest, prompt: Sequence[int]) -> None:
-        self._model.check_prompt(prompt)
+    def _checked(self, given: GenerationRequest) -> tuple[GenerationRequest, list[int]]:
+        """The request in plain Python numbers, and its prompt.
+
+        Raises:
+            RequestError: it cannot run.
+        """
+        if not isinstance(given, GenerationRequest):
+            raise RequestError(f"found {shown(given)}, allowed: a GenerationRequest")
+        if given.error is not None:
+            raise RequestError(str(given.error))
+        if given.prompt_token_ids is None:
+            raise RequestError("the request has neither prompt_token_ids nor an error")
+        prompt = self._model.check_prompt(given.prompt_token_ids)
         if len(prompt) >= self._limit:
             raise RequestError(
                 f"the prompt is {len(prompt)} tokens long and max_model_len={self._limit} leaves "
                 f"no room for an output; shorten it or raise max_model_len"
             )
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens={request.max_tokens} asks for nothing; give at least 1")
-        if not (0.0 <= request.temperature < float("inf")):
-            raise RequestError(f"temperature={request.temperature} is not a finite number >= 0")
+        max_tokens, seed = plain(given.max_tokens), plain(given.seed)
+        temperature = plain(given.temperature)
+        if not is_integer(max_tokens) or max_tokens < 1:
+            raise RequestError(
+                f"max_tokens={shown(max_tokens)} is no number of tokens; give 1 or more"
+            )
+        if not is_number(temperature) or temperature < 0:
+            raise RequestError(f"temperature={shown(temperature)} is not a finite number >= 0")
+        if not is_integer(seed) or not 0 <= seed < 2**64:
+            raise RequestError(f"seed={shown(seed)} is not an integer from 0 to 2^64 - 1")
+        if not isinstance(given.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={shown(given.ignore_eos)} is not True or False")
+        request = replace(
+            given,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            temperature=float(temperature),
+            seed=seed,
+        )
+        return request, prompt
 
     def _blocks_of(self, seq: _Sequence) -> int:
         return self._model.layout.blocks_for(seq.max_len)
@@ -366,7 +413,7 @@ def _sample(sequences: Iterable[_Sequence], logits_sv: torch.Tensor) -> list[int
         if not is_finite[row]:
             tokens[row] = None
         elif temperature > 0.0:
-            key = (seq.request.seed & (2**64 - 1), len(seq.token_ids))
+            key = (seq.request.seed, len(seq.token_ids))
             uniform_v = np.random.Generator(np.random.Philox(key=key)).random(logits_sv.shape[1])
             noise_v = -np.log(-np.log(np.maximum(uniform_v, np.finfo(np.float64).tiny)))
             logits_v = logits_sv[row].double().cpu().numpy()

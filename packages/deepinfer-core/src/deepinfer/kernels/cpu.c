@@ -7,7 +7,7 @@
  * Vectors are GCC/Clang vector extensions: 16 floats with AVX-512, 8 with AVX2, 4 elsewhere (SSE, NEON). The Python
  * side (cpu.py, cpu_build.py) picks the flags for the machine, builds this file once and calls it through ctypes.
  *
- * Section numbers (2.3, 3.4, ...) are those of spec/model.md; K2.4 is spec/kernels.md 2.4.
+ * Section numbers (2.3, 3.4, ...) are those of docs/model.md; K2.4 is docs/formats.md 2.4.
  * Shapes are row-major. T = rows, M = hidden size, D = head dim, C = streams; others at their functions.
  */
 #include <math.h>

@@ -4,6 +4,9 @@ A row gets the same bits whatever else runs: any number of rows, any order, any 
 threads. Weights stay in the form they are stored in (float32, bfloat16, FP8, FP4). Operations that
 are not here run the reference.
 
+The file is long because every operation is here; each method only makes room for the result and
+hands pointers to the C code, which holds the formulas.
+
 Shape letters: see `deepinfer.kernels.interface`.
 """
 

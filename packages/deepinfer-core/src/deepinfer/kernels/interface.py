@@ -6,7 +6,7 @@ only. Operations return new tensors unless their docstring says that they write 
 Weights are *prepared* once at load into whatever form a platform likes; the model passes them
 around without looking inside.
 
-The numerics are the kernels' own business (spec/model.md 0 and 10): `exact` computes with
+The numerics are the kernels' own business (docs/model.md 0 and 10): `exact` computes with
 dequantised weights in float32; `served` rounds where accelerators round (values are still handed
 around in the compute dtype, holding bfloat16 numbers) and quantises the inputs of linears that are
 stored quantised.
@@ -75,7 +75,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm: plain multiplier and epsilon (spec/model.md 2.2)."""
+    """An RMS norm: plain multiplier and epsilon (docs/model.md 2.2)."""
 
     weight_d: torch.Tensor
     eps: float
@@ -83,7 +83,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class HyperConnectionWeights:
-    """Mixing weights of one sub-layer, float32, and the constants of their formula (spec/model.md
+    """Mixing weights of one sub-layer, float32, and the constants of their formula (docs/model.md
     2.3).
     """
 
@@ -177,7 +177,7 @@ class Kernels(ABC):
         ones stay so.
         """
 
-    # ---- streams (spec/model.md 2) ----
+    # ---- streams (docs/model.md 2) ----
 
     @abstractmethod
     def embed(self, table: Any, ids_t: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ class Kernels(ABC):
 
         The input is the *carried* pre-mix (of the previous sub-layer) applied to the streams, then
         RMS-normalised: (T, M). The mix comes from the streams before this sub-layer writes to them.
-        spec/model.md 2.3.
+        docs/model.md 2.3.
         """
 
     @abstractmethod
@@ -231,11 +231,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def mean_streams(self, x_tcm: torch.Tensor) -> torch.Tensor:
-        """Mean over the streams, (T, M): a draft target feature (spec/model.md 7.1)."""
+        """Mean over the streams, (T, M): a draft target feature (docs/model.md 7.1)."""
 
     @abstractmethod
     def rms_norm(self, x_td: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, one rounding (spec/model.md
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, one rounding (docs/model.md
         2.2).
         """
 
@@ -258,14 +258,14 @@ class Kernels(ABC):
         """First output projection: input and output rows split into `num_groups` blocks, one
         product each.
 
-        (T, G n) x (G r, n) -> (T, G r). spec/model.md 3.8.
+        (T, G n) x (G r, n) -> (T, G r). docs/model.md 3.8.
         """
 
     # ---- rotation, records ----
 
     @abstractmethod
     def rotation(self, positions_t: torch.Tensor, frequencies_r: torch.Tensor) -> Rotation:
-        """cos and sin of float32(position) x float32(frequency) (spec/model.md 3.2)."""
+        """cos and sin of float32(position) x float32(frequency) (docs/model.md 3.2)."""
 
     @abstractmethod
     def rotate(
@@ -287,7 +287,7 @@ class Kernels(ABC):
     def store_window(self, record_tb: torch.Tensor, rows: Rows, pool: Pool) -> None:
         """Write the step's newest records into the rings (`pool` in place)."""
 
-    # ---- compressed entries (spec/model.md 3.3, 3.4) ----
+    # ---- compressed entries (docs/model.md 3.3, 3.4) ----
 
     @abstractmethod
     def pool_pairs(
@@ -340,7 +340,7 @@ class Kernels(ABC):
         candidates: Candidates | None,
         publish: tuple[int, int] | None,
     ) -> tuple[Selection, Candidates | None]:
-        """Score the visible entries of each row and take the `topk` best (spec/model.md 3.4-3.6).
+        """Score the visible entries of each row and take the `topk` best (docs/model.md 3.4-3.6).
 
         score = sum_i w_i relu(q_i . k), where w holds the scale 1/sqrt(I J). Entry j is visible
         from position (j + 1) ratio - 1. Ties: smaller entry first. With `candidates`, only entries
@@ -349,7 +349,7 @@ class Kernels(ABC):
         stays, ties: smaller block first.
         """
 
-    # ---- attention (spec/model.md 3.6-3.8) ----
+    # ---- attention (docs/model.md 3.6-3.8) ----
 
     @abstractmethod
     def attention(
@@ -370,7 +370,7 @@ class Kernels(ABC):
         The sink is a raw logit that only enters the denominator. A row without any key gives 0.
         """
 
-    # ---- experts (spec/model.md 4) ----
+    # ---- experts (docs/model.md 4) ----
 
     @abstractmethod
     def route(
@@ -409,7 +409,7 @@ class Kernels(ABC):
     def combine_experts(self, shared_tm: torch.Tensor, routed_tam: torch.Tensor) -> torch.Tensor:
         """Shared first, then the slots in order, summed in float32, one rounding; (T, M)."""
 
-    # ---- Engram (spec/model.md 5) ----
+    # ---- Engram (docs/model.md 5) ----
 
     @abstractmethod
     def engram_rows(
@@ -444,10 +444,10 @@ class Kernels(ABC):
         """Add the gated value to every stream: new streams (T, C, M). The gate of image rows is
         closed.
 
-        `kv_tm` is (T, (C + 1) M): one key per stream, then the shared value. spec/model.md 5.5.
+        `kv_tm` is (T, (C + 1) M): one key per stream, then the shared value. docs/model.md 5.5.
         """
 
-    # ---- drafts (spec/model.md 7) ----
+    # ---- drafts (docs/model.md 7) ----
 
     @abstractmethod
     def markov_logits(

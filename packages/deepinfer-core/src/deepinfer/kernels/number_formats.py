@@ -2,7 +2,7 @@
 share a scale.
 
 The codes themselves (e4m3, e2m1, UE8M0) are those of stored weights, see
-`deepinfer.checkpoint.formats`. Source: spec/model.md 10.2, spec/kernels.md 2.1-2.6.
+`deepinfer.checkpoint.formats`. Source: docs/model.md 10.2, docs/formats.md 2.1-2.6.
 
 Shape letters: D = values of a row, G = groups of a row (the last one may be ragged), Z = leading
 dimensions.

@@ -1,7 +1,7 @@
 """Encoding and decoding of cache records in torch: the definition of their bytes.
 
 Shape letters: Z = leading dimensions, D = values of a record, N = records.
-Source: spec/kernels.md 2.4-2.6, spec/model.md 10.2.
+Source: docs/formats.md 2.4-2.6, docs/model.md 10.2.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Attention of one layer: window keys, selected compressed entries, a sink, grouped output
-(spec/model.md 3).
+(docs/model.md 3).
 
 Shape letters: T = rows, M = hidden size, Q = query rank, H = heads, D = head dim.
 """

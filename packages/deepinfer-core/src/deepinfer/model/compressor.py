@@ -1,4 +1,4 @@
-"""The compressor: what owner layers store for the long range (spec/model.md 3.3, index keys 3.4).
+"""The compressor: what owner layers store for the long range (docs/model.md 3.3, index keys 3.4).
 
 Shape letters: T = rows, M = hidden size, D = head dim, N = completed entries.
 """

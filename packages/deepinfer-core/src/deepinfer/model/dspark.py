@@ -1,4 +1,4 @@
-"""The DSpark draft module (spec/model.md 7): context keys, one draft block, Markov and confidence
+"""The DSpark draft module (docs/model.md 7): context keys, one draft block, Markov and confidence
 heads.
 
 Shape letters: S = sequences, T = rows, B = rows of a draft block, C = streams, M = hidden size, V =
@@ -64,6 +64,8 @@ class DSpark:
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     """Layers whose features are concatenated, in this order."""
+    reads_decoder: bool
+    """A target is a decoder layer: context keys exist for the rows that replay keeps."""
     num_streams: int
     main_proj: Linear
     main_norm: Norm
@@ -83,6 +85,7 @@ class DSpark:
             block_size=config.block_size,
             noise_token_id=config.noise_token_id,
             target_layer_ids=config.target_layer_ids,
+            reads_decoder=max(config.target_layer_ids) >= reader.config.num_encoder_layers,
             num_streams=reader.config.hc_mult,
             main_proj=reader.linear("mtp.0.main_proj"),
             main_norm=reader.norm("mtp.0.main_norm"),
@@ -101,7 +104,7 @@ class DSpark:
         k, rows = fwd.kernels, fwd.step.rows
         features = [fwd.features[layer] for layer in self.target_layer_ids]
         keep = fwd.step.decoder_keep
-        if keep is not None and any(f.shape[0] != rows.num_rows for f in features):
+        if keep is not None and self.reads_decoder:
             rows = fwd.step.decoder_rows
             features = [f if f.shape[0] == rows.num_rows else f[keep] for f in features]
         context_tm = k.rms_norm(

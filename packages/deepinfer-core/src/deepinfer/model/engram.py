@@ -1,4 +1,4 @@
-"""Engram: hashed n-gram memory that writes to the streams of a few layers (spec/model.md 5).
+"""Engram: hashed n-gram memory that writes to the streams of a few layers (docs/model.md 5).
 
 Shape letters: T = rows, C = streams, M = hidden size, L = lookups per row, V = vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Mixture of experts of one layer (spec/model.md 4). Shape letters: T = rows, M = hidden size, A =
+"""Mixture of experts of one layer (docs/model.md 4). Shape letters: T = rows, M = hidden size, A =
 experts per row.
 """
 

@@ -1,5 +1,5 @@
 """`Streams`: the residual streams and the mixing that every sub-layer enters and leaves by
-(spec/model.md 2.3).
+(docs/model.md 2.3).
 
 The pre-mix is shifted: a sub-layer reads its input through the mix that the *previous* sub-layer
 computed. A sub-layer's write is held back until the next one enters, so that kernels can fuse the
@@ -73,5 +73,5 @@ class Streams:
         self._mix = Mix(mix.pre_tc[keep], mix.post_tc[keep], mix.comb_tcc[keep])
 
     def output(self) -> torch.Tensor:
-        """The streams mixed by the last sub-layer's pre-mix, (T, M); spec/model.md 2.3 end."""
+        """The streams mixed by the last sub-layer's pre-mix, (T, M); docs/model.md 2.3 end."""
         return self._kernels.mix_streams(self.settled(), self._pre_tc)

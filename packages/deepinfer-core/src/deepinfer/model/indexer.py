@@ -1,4 +1,4 @@
-"""The indexer: which compressed entries a row attends to (spec/model.md 3.4, 3.5).
+"""The indexer: which compressed entries a row attends to (docs/model.md 3.4, 3.5).
 
 Shape letters: T = rows, M = hidden size, Q = query rank, I = index heads, J = index dim.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -15,9 +16,10 @@ import torch
 from deepinfer.cache.records import KvFormat
 from deepinfer.checkpoint import Checkpoint, resolve_model
 from deepinfer.config import ModelConfig
+from deepinfer.config.fields import shown
 from deepinfer.errors import BackendError, ConfigError
 from deepinfer.kernels.interface import Kernels, Numerics
-from deepinfer.kernels.registry import backend_for_device, load_backend
+from deepinfer.kernels.registry import backend_for_device, installed_backends, load_backend
 from deepinfer.model.model import Model
 from deepinfer.model.transformer import Transformer
 from deepinfer.model.weights import WeightReader
@@ -27,6 +29,9 @@ from deepinfer.tokenizer import engram_token_map as map_of_tokenizer
 __all__ = ["load_model"]
 
 logger = logging.getLogger(__name__)
+
+_REFERENCE_DEVICES = ("cpu", "cuda", "npu")
+"""Device types whose torch has all that the reference needs; a backend may serve others."""
 
 TokenMap = Sequence[int] | npt.NDArray[np.int64] | torch.Tensor
 
@@ -66,7 +71,7 @@ def load_model(
         ConfigError: a config key is missing or not allowed.
         BackendError: the kernels asked for are not installed or not usable.
 
-    Source: spec/checkpoint.md 6, 7.
+    Source: docs/checkpoint.md 6, 7.
     """
     started = time.perf_counter()
     _check_choice("numerics", numerics, get_args(Numerics))
@@ -96,20 +101,34 @@ def _device(name: str | torch.device) -> torch.device:
     Raises:
         BackendError: it does not, or torch was built without it.
     """
+    if not isinstance(name, str | torch.device):
+        raise BackendError(f"device={shown(name)} is no device; give its name, such as 'cpu'")
+    kind = str(name).partition(":")[0]
+    if kind not in _REFERENCE_DEVICES and kind not in (known := _device_types()):
+        raise BackendError(
+            f"device {shown(str(name))} is of a kind that no installed backend serves "
+            f"(known: {', '.join(known)}); use device='cpu'"
+        )
+    reason = "this torch knows no such device"
     try:
         device = torch.device(name)
+        reason = ""
         torch.empty(0, device=device)
-        if device.type == "meta":
-            raise RuntimeError("a meta device computes nothing")
-    except (
-        AssertionError,
-        RuntimeError,
-    ) as problem:  # torch has no single error for a missing device
-        first_line = str(problem).partition("\n")[0][:150]
+    except (AssertionError, RuntimeError) as problem:  # torch has no single error for it
+        reason = reason or str(problem).partition("\n")[0].partition(". ")[0][:100]
         raise BackendError(
-            f"device {str(name)!r} cannot be used here ({first_line}); use device='cpu'"
+            f"device {shown(str(name))} cannot be used here ({reason}); use device='cpu'"
         ) from problem
     return device
+
+
+def _device_types() -> list[str]:
+    """Device types that an installed backend serves or the reference runs on."""
+    found = set(_REFERENCE_DEVICES)
+    for name in installed_backends():
+        with suppress(Exception):  # a broken package of others serves nothing
+            found.add(load_backend(name).device_type)
+    return sorted(found - {"any"})
 
 
 def _kernels(
@@ -117,6 +136,10 @@ def _kernels(
 ) -> Kernels:
     if isinstance(choice, Kernels):
         return choice
+    if not isinstance(choice, str):
+        raise BackendError(
+            f"kernels={shown(choice)} is neither the name of a backend nor a Kernels object"
+        )
     backend = backend_for_device(device.type) if choice == "auto" else load_backend(choice)
     if backend.device_type not in (device.type, "any"):
         raise BackendError(
@@ -137,15 +160,14 @@ def _token_map(
     if config.engram is None:
         return None
     if given is not None:
-        values = np.asarray(
-            given.cpu() if isinstance(given, torch.Tensor) else given, dtype=np.int64
-        )
+        values = _integers(given)
     elif tokenizer is not None:
         values = map_of_tokenizer(tokenizer, config)
     else:
         raise ConfigError(
             "this model has Engram layers, whose lookups depend on the tokenizer, and the folder "
-            "has no tokenizer.json; add it, or pass engram_token_map (compressed id of each id)"
+            "has no tokenizer.json; add the model's own (in Python, engram_token_map may stand for "
+            "it: the compressed id of each id)"
         )
     want = config.engram.compressed_vocab_size
     if values.ndim != 1 or len(values) < config.vocab_size:
@@ -161,3 +183,17 @@ def _token_map(
             f"another model"
         )
     return torch.from_numpy(values.copy()).to(device)
+
+
+def _integers(given: TokenMap) -> npt.NDArray[np.int64]:
+    """The token map that the caller gave, as an array of integers."""
+    try:
+        values = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+    except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths
+        values = np.empty(0, dtype=object)
+    if values.dtype.kind not in "iu":
+        raise ConfigError(
+            f"engram_token_map is {shown(given)}, allowed: the compressed id of each token id, "
+            f"as integers"
+        )
+    return values.astype(np.int64)

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.pools import CachePools
+from deepinfer.config.fields import is_integer, shown
 from deepinfer.config.model_config import ModelConfig
 from deepinfer.errors import RequestError
 from deepinfer.kernels.interface import Kernels
+from deepinfer.model.arguments import (
+    Array,
+    Nested,
+    check_count,
+    embeddings,
+    items,
+    per_sequence,
+)
 from deepinfer.model.forward import Trace
 from deepinfer.model.transformer import Transformer
 from deepinfer.step.builder import InputBuilder, SequenceRows
 from deepinfer.tokenizer import Tokenizer
 
 __all__ = ["Model"]
-
-PerSequence = Sequence[torch.Tensor | Sequence[bool] | None]
 
 
 class Model:
@@ -66,10 +72,10 @@ class Model:
     @torch.inference_mode()
     def full_logits(
         self,
-        token_ids: Sequence[Sequence[int]],
+        token_ids: Sequence[Sequence[int]] | Array,
         *,
-        image_mask: PerSequence | torch.Tensor | None = None,
-        image_embeds: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+        image_mask: Nested | None = None,
+        image_embeds: Nested | None = None,
         replay_keep: int | None = None,
         chunk_size: int | None = None,
         trace: Trace | None = None,
@@ -78,13 +84,13 @@ class Model:
 
         Args:
             token_ids: sequences of token ids, each at least one long.
-            image_mask: which positions are image rows, per sequence bool (S,); a single tensor for
-                a single sequence. None: the positions of the config's `image_token_id`.
-            image_embeds: embeddings that replace those of the image rows, per sequence (rows, M),
-                in row order.
-                None: the embedding table's.
+            image_mask: which positions are image rows, per sequence bool (S,) or None; a single
+                sequence's may be given bare. None: the positions of the config's `image_token_id`.
+            image_embeds: embeddings that replace those of the image rows, per sequence (rows, M) in
+                row order or None; a single sequence's may be given bare. None: the embedding
+                table's.
             replay_keep: run the decoder layers on the last `replay_keep` tokens of each sequence
-                only (bounded replay, spec/model.md 3.9); the logits are then those of these tokens.
+                only (bounded replay, docs/model.md 3.9); the logits are then those of these tokens.
             chunk_size: rows of a sequence per forward; None runs each sequence in one. The logits
                 do not depend on it.
             trace: receives intermediates of every forward, see `deepinfer.model.forward.Trace`.
@@ -97,18 +103,22 @@ class Model:
                 do not fit, a sequence beyond the model's context, or replay that the model cannot
                 do.
         """
-        prompts = _as_ids(token_ids)
-        if chunk_size is not None and chunk_size < 1:
-            raise RequestError(f"chunk_size={chunk_size} runs nothing; give at least 1, or None")
-        for number, ids in enumerate(prompts):
+        prompts = [
             self.check_prompt(ids, name=f"sequence {number}")
-        self._check_replay(replay_keep)
-        masks = [
-            self._mask(ids, mask)
-            for ids, mask in zip(prompts, _spread(image_mask, prompts), strict=True)
+            for number, ids in enumerate(
+                items(token_ids, "token_ids", "a list of sequences of token ids")
+            )
         ]
-        embeds = _spread(image_embeds, prompts)
-        _check_embeds(masks, embeds, self.config.hidden_size)
+        check_count("chunk_size", chunk_size)
+        self._check_replay(replay_keep)
+        num, hidden = len(prompts), self.config.hidden_size
+        given_masks = per_sequence("image_mask", image_mask, num, own_depth=1)
+        masks = [self._mask(ids, mask) for ids, mask in zip(prompts, given_masks, strict=True)]
+        given_embeds = per_sequence("image_embeds", image_embeds, num, own_depth=2)
+        embeds = [
+            embeddings(f"image_embeds of sequence {number}", embed, (sum(mask or ()), hidden))
+            for number, (mask, embed) in enumerate(zip(masks, given_embeds, strict=True))
+        ]
         blocks, num_blocks = [], 0
         for ids in prompts:
             need = self.layout.blocks_for(len(ids))
@@ -151,14 +161,22 @@ class Model:
                 parts[number].append(part)
         return [torch.cat(part).float() for part in parts]
 
-    def check_prompt(self, ids: Sequence[int], *, name: str = "prompt") -> None:
-        """Raise `RequestError` unless `ids` is a prompt that this model can run."""
+    def check_prompt(self, prompt: object, *, name: str = "prompt") -> list[int]:
+        """The token ids of a list, array or tensor as plain integers.
+
+        Raises:
+            RequestError: it is no prompt that this model can run.
+        """
+        ids: list[int] = items(prompt, name, "a list of token ids")
+        wrong = [token for token in ids if not is_integer(token)]
+        if wrong:
+            raise RequestError(f"{name} has {shown(wrong[0], 60)}, token ids are integers")
         if not ids:
             raise RequestError(f"{name} is empty; give at least one token")
         outside = next((t for t in ids if not 0 <= t < self.config.vocab_size), None)
         if outside is not None:
             raise RequestError(
-                f"{name} has token id {outside}, this model's ids are "
+                f"{name} has token id {shown(outside)}, this model's ids are "
                 f"0..{self.config.vocab_size - 1}"
             )
         if len(ids) > self.config.max_position_embeddings:
@@ -166,15 +184,13 @@ class Model:
                 f"{name} is {len(ids)} tokens long, this model's context is "
                 f"{self.config.max_position_embeddings}"
             )
+        return ids
 
     def _check_replay(self, keep: int | None) -> None:
+        check_count("replay_keep", keep)
         if keep is None:
             return
         config = self.config
-        if keep < 1:
-            raise RequestError(
-                f"replay_keep={keep} keeps nothing; give at least 1, or None to run every row"
-            )
         if not config.has_decoder:
             raise RequestError(
                 f"replay_keep={keep}: this model has no layer of ratio 1, there is nothing to skip"
@@ -187,62 +203,17 @@ class Model:
                     f"{cut}, where the decoder begins"
                 )
 
-    def _mask(
-        self, ids: Sequence[int], mask: torch.Tensor | Sequence[bool] | None
-    ) -> list[bool] | None:
+    def _mask(self, ids: Sequence[int], mask: object) -> list[bool] | None:
         image_id = self.config.image_token_id
         if mask is None:
             found = [t == image_id for t in ids]
             return found if any(found) else None
-        flags = [bool(flag) for flag in mask]
+        flags: list[bool] = items(mask, "an image mask", "a list of one flag per token")
+        wrong = [flag for flag in flags if not isinstance(flag, bool)]
+        if wrong:
+            raise RequestError(f"an image mask has {shown(wrong[0], 60)}, flags are True or False")
         if len(flags) != len(ids):
             raise RequestError(
                 f"an image mask has {len(flags)} flags, its sequence {len(ids)} tokens"
             )
         return flags if any(flags) else None
-
-
-def _as_ids(token_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Plain integers of lists, arrays or tensors of ids.
-
-    Raises:
-        RequestError: something else than sequences of integers.
-    """
-    prompts = []
-    for number, ids in enumerate(token_ids):
-        given = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise RequestError(
-                f"sequence {number} is {given!r:.60}; give a list of sequences of token ids"
-            )
-        values = [t.item() if isinstance(t, (torch.Tensor, np.generic)) else t for t in given]
-        wrong = next((t for t in values if isinstance(t, bool) or not isinstance(t, int)), None)
-        if wrong is not None:
-            raise RequestError(f"sequence {number} has {wrong!r:.60}, token ids are integers")
-        prompts.append(values)
-    return prompts
-
-
-def _spread(given: Sequence | torch.Tensor | None, prompts: Sequence[Sequence[int]]) -> list:  # type: ignore[type-arg]
-    """One item per sequence; a bare tensor belongs to the only sequence."""
-    if given is None:
-        return [None] * len(prompts)
-    items = [given] if isinstance(given, torch.Tensor) and len(prompts) == 1 else list(given)
-    if len(items) != len(prompts):
-        raise RequestError(
-            f"{len(items)} image masks or embeddings for {len(prompts)} sequences; "
-            f"give one for each"
-        )
-    return items
-
-
-def _check_embeds(
-    masks: Sequence[list[bool] | None], embeds: Sequence[torch.Tensor | None], hidden: int
-) -> None:
-    for number, (mask, embed) in enumerate(zip(masks, embeds, strict=True)):
-        rows = sum(mask) if mask else 0
-        if embed is not None and tuple(embed.shape) != (rows, hidden):
-            raise RequestError(
-                f"image_embeds of sequence {number} have shape {tuple(embed.shape)}, "
-                f"its {rows} image rows need ({rows}, {hidden})"
-            )

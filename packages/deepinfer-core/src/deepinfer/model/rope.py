@@ -1,4 +1,4 @@
-"""Rotary frequencies: plain, and stretched by YaRN (spec/model.md 3.2). Shape letters: R = rotary
+"""Rotary frequencies: plain, and stretched by YaRN (docs/model.md 3.2). Shape letters: R = rotary
 pairs.
 """
 

@@ -1,4 +1,4 @@
-"""The backbone: one forward over rows of any number of sequences (spec/model.md 2.4, 6, 11).
+"""The backbone: one forward over rows of any number of sequences (docs/model.md 2.4, 6, 11).
 
 Shape letters: T = rows, C = streams, M = hidden size, V = vocabulary.
 """

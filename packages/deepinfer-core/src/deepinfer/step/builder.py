@@ -130,7 +130,7 @@ class InputBuilder:
         """Rows of draft blocks: `start` is the block's first position, `count` its length.
 
         Windows are anchored to the block and not causal: every row sees the whole block and the
-        same context keys before it (spec/model.md 7.3). Nothing is written.
+        same context keys before it (docs/model.md 7.3). Nothing is written.
         """
         config = self.layout.config
         assert config.dspark is not None, "this model has no draft layers"
@@ -310,7 +310,7 @@ def _block_table(spans: Sequence[_Span]) -> npt.NDArray[np.int32]:
 
 def _lookback_ids(seq: SequenceRows, order: int) -> _Ints:
     """Token ids at t, t-1, ..., -1 before the start and from the first image token on
-    (spec/model.md 5.4).
+    (docs/model.md 5.4).
     """
     first = seq.start - order + 1
     known = np.asarray(seq.token_ids[max(first, 0) : seq.end], dtype=np.int64)

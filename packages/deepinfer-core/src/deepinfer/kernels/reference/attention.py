@@ -1,4 +1,4 @@
-"""Rotation, window records and the attention itself in torch (spec/model.md 3.1, 3.2, 3.6-3.8).
+"""Rotation, window records and the attention itself in torch (docs/model.md 3.1, 3.2, 3.6-3.8).
 
 Shape letters: see `deepinfer.kernels.interface`; here also X = window history rows, W = window keys
 of a row.

@@ -1,7 +1,7 @@
 """What every group of reference operations shares: numerics, rounding and prepared weights.
 
 Values are handed around in the compute dtype (float32); in `served` they hold bfloat16 numbers
-wherever accelerators round (spec/model.md 10.3). Shape letters: see `deepinfer.kernels.interface`.
+wherever accelerators round (docs/model.md 10.3). Shape letters: see `deepinfer.kernels.interface`.
 """
 
 from __future__ import annotations

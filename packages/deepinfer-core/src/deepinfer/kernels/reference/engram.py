@@ -1,4 +1,4 @@
-"""Engram memory and the draft heads in torch (spec/model.md 5, 7.4, 7.5).
+"""Engram memory and the draft heads in torch (docs/model.md 5, 7.4, 7.5).
 
 Shape letters: see `deepinfer.kernels.interface`.
 """

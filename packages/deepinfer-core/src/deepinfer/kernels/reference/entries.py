@@ -1,4 +1,4 @@
-"""Compressed entries, index keys and their selection in torch (spec/model.md 3.3-3.6).
+"""Compressed entries, index keys and their selection in torch (docs/model.md 3.3-3.6).
 
 Shape letters: see `deepinfer.kernels.interface`; here also X = state history rows, P = rows of the
 state pool.
@@ -163,7 +163,7 @@ def _ascending(chosen_tk: torch.Tensor, slot_n: torch.Tensor) -> tuple[torch.Ten
 def _best_blocks(
     score_tn: torch.Tensor, visible_t1: torch.Tensor, num_blocks: int, size: int
 ) -> torch.Tensor:
-    """Candidate blocks of each row, ascending, -1 padded, int32 (T, num_blocks) (model.md 3.5)."""
+    """Candidate blocks of a row, ascending, -1 padded, int32 (T, num_blocks); docs/model.md 3.5."""
     entry_n = torch.arange(score_tn.shape[1], device=score_tn.device)
     score_tn = score_tn.masked_fill(entry_n >= visible_t1, float("-inf"))
     padded = torch.nn.functional.pad(score_tn, (0, -score_tn.shape[1] % size), value=float("-inf"))

@@ -1,4 +1,4 @@
-"""Router and experts in torch (spec/model.md 4). Letters: see `deepinfer.kernels.interface`."""
+"""Router and experts in torch (docs/model.md 4). Letters: see `deepinfer.kernels.interface`."""
 
 from __future__ import annotations
 

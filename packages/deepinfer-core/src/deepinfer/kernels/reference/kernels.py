@@ -16,8 +16,8 @@ class ReferenceKernels(StreamOps, AttentionOps, EntryOps, ExpertOps, EngramOps):
     better.
 
     Args:
-        numerics: `exact` or `served` (spec/model.md 0).
-        kv_format: how cache records and index vectors are stored (spec/model.md 10.1).
+        numerics: `exact` or `served` (docs/model.md 0).
+        kv_format: how cache records and index vectors are stored (docs/model.md 10.1).
         device: where weights and activations live.
         compute_dtype: float32, or float64 to study rounding (records stay what they are).
     """

@@ -1,4 +1,4 @@
-"""Embedding, hyper-connected streams, norms and linears in torch (spec/model.md 2, 3.8).
+"""Embedding, hyper-connected streams, norms and linears in torch (docs/model.md 2, 3.8).
 
 Shape letters: see `deepinfer.kernels.interface`.
 """

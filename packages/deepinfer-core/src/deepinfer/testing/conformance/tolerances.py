@@ -35,7 +35,7 @@ DEFAULT_TOLERANCE = Tolerance(
     rounded=2 * BF16_ULP,
     flips=0.05,
     reason="float32 sums of a few hundred terms in another order stay below 1e-5 of the largest "
-    "value; spec/kernels.md 8.4 allows 2 bfloat16 steps",
+    "value; where both sides round to bfloat16, 2 steps are allowed",
 )
 
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -67,14 +67,14 @@ TOLERANCES: Mapping[str, Tolerance] = {
         flips=None,
         reason="the softmax turns an absolute error of a logit into a relative one; accelerators "
         "round probabilities to bfloat16, half a step each before they average out "
-        "(spec/kernels.md 1.4)",
+        "(docs/model.md 3.7)",
     ),
     "routed_experts": Tolerance(
         wide=2e-5,
         rounded=6 * BF16_ULP,
         flips=0.25,
         reason="a gate value on a bfloat16 boundary may cross a Q8 boundary in turn, 1/16 of "
-        "itself, and then moves its whole output row (spec/model.md 4.3)",
+        "itself, and then moves its whole output row (docs/model.md 4.3)",
     ),
     "engram_gate": Tolerance(
         wide=2e-5,
@@ -93,7 +93,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
         wide=1e-5,
         rounded=1e-5,
         flips=None,
-        reason="router scores are float32 in both numerics; spec/kernels.md 8.4 lets experts swap "
+        reason="router scores are float32 in both numerics; experts may swap "
         "whose scores are closer than 1e-5",
     ),
 }
