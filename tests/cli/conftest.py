@@ -105,12 +105,16 @@ class FakeCore:
 
 
 def choose_model(explicit: str | None) -> str:
-    """The environment's folder, as the real one does."""
-    from deepinfer.errors import ConfigError
+    """The environment's folder, else the default, as the real one does."""
+    return explicit or os.environ.get("DEEPINFER_HF_MODEL_DIR", "owner/default")
 
-    if "DEEPINFER_HF_MODEL_DIR" not in os.environ:
-        raise ConfigError("no model is given")
-    return explicit or os.environ["DEEPINFER_HF_MODEL_DIR"]
+
+def resolve_model(model: str, *, offline: bool) -> None:
+    """A machine that has downloaded nothing."""
+    from deepinfer.errors import CheckpointError
+
+    assert offline, "a download was started"
+    raise CheckpointError(f"{model} is not in the cache")
 
 
 @pytest.fixture
@@ -122,6 +126,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
     monkeypatch.setitem(sys.modules, "deepinfer.engine", engine)
     checkpoint = types.ModuleType("deepinfer.checkpoint")
     checkpoint.choose_model = choose_model
+    checkpoint.resolve_model = resolve_model
+    checkpoint.DEFAULT_MODEL = "owner/default"
     monkeypatch.setitem(sys.modules, "deepinfer.checkpoint", checkpoint)
     # not setattr: that reads the old value first, and so would import the real loader with torch
     monkeypatch.setitem(vars(importlib.import_module("deepinfer")), "load_model", fake.load_model)

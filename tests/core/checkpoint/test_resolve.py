@@ -193,11 +193,8 @@ def test_explicit_model_wins_over_environment(tmp_path):
     assert choose_model(None, environment) == str(tmp_path)
 
 
-def test_without_a_model_nothing_is_downloaded():
-    """The published checkpoint used to be taken, a download of 510 GB that nobody asked for."""
-    assert DEFAULT_MODEL == "deepseek-ai/DeepSeek-V4.1-Flash-1017"
-    with pytest.raises(ConfigError, match=f"DEEPINFER_HF_MODEL_DIR is not set.*{DEFAULT_MODEL}"):
-        choose_model(None, {})
+def test_without_a_model_it_is_the_published_checkpoint():
+    assert choose_model(None, {}) == DEFAULT_MODEL == "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 
 
 def test_environment_that_names_no_folder_never_falls_back(tmp_path):

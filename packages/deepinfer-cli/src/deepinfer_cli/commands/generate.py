@@ -137,7 +137,7 @@ def _run(
     model
         Folder of a checkpoint, or its hub id such as deepseek-ai/DeepSeek-V4.1-Flash-1017, the
         published checkpoint (a download of 510 GB). Default: the folder in the environment variable
-        DEEPINFER_HF_MODEL_DIR.
+        DEEPINFER_HF_MODEL_DIR, else the published checkpoint if it has been downloaded.
     """
     configure_logging(log)
     _check_batching(options)
@@ -183,14 +183,24 @@ def _check_batching(options: GenerateOptions) -> None:
 
 
 def _default_model() -> str:
-    """The model when none is named: the environment's, said aloud."""
-    from deepinfer.checkpoint import choose_model
-    from deepinfer.errors import ConfigError
+    """The model when none is named, said aloud: the environment's, else the published checkpoint
+    if it is on this machine. Its download of 510 GB is never started unasked.
+    """
+    from deepinfer.checkpoint import DEFAULT_MODEL, choose_model, resolve_model
+    from deepinfer.errors import CheckpointError, ConfigError
 
     try:
         chosen = choose_model(None)
+        if chosen == DEFAULT_MODEL:
+            resolve_model(chosen, offline=True)
     except ConfigError as err:
         raise UsageError(str(err)) from err
+    except CheckpointError as err:
+        raise UsageError(
+            f"no MODEL is given, DEEPINFER_HF_MODEL_DIR is not set, and the default "
+            f"{DEFAULT_MODEL} is not on this machine; give a folder, or that id to download its "
+            f"510 GB"
+        ) from err
     write_stderr(f"no MODEL given: using {chosen}\n")
     return chosen
 

@@ -23,20 +23,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
 def choose_model(explicit: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The model to use: an explicit one, else the environment's folder.
+    """The model to use: an explicit one, else the environment's folder, else the default id.
 
     Raises:
-        ConfigError: neither is given (a download of the published checkpoint is never started
-            unasked), or the variable is set and is no folder.
+        ConfigError: the variable is set but is no folder; it never falls back.
     """
     if explicit is not None:
         return explicit
     folder = environ.get(MODEL_DIR_VARIABLE)
     if folder is None:
-        raise ConfigError(
-            f"no model is given and {MODEL_DIR_VARIABLE} is not set; give a folder or a hub id: "
-            f"{DEFAULT_MODEL} is the published checkpoint, a download of 510 GB"
-        )
+        return DEFAULT_MODEL
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{MODEL_DIR_VARIABLE}: found {shown(folder)}, allowed: an existing folder; "
