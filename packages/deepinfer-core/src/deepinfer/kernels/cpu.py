@@ -157,7 +157,7 @@ class CpuKernels(ReferenceKernels):
         device: the CPU.
 
     Raises:
-        BuildError: there is no compiler, or it does not work; `create_cpu_kernels` falls back.
+        BuildError: there is no compiler, or it does not work; the registry then falls back.
     """
 
     def __init__(
