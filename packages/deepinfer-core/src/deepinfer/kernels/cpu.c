@@ -468,7 +468,7 @@ INLINE void dot_block(int R, int N, int kind, const float *x, i64 ldx, const Wei
         for (int c = 0; c < N; c++) {
             b[c] = load_weight(w, kind, n + c, k);
             if (kind == F32) /* the weights may come from memory: ask for later rows early */
-                __builtin_prefetch((const float *)w->data + (n + 16 + c) * cols + k, 0, 3);
+                __builtin_prefetch((const float *)w->data + (n + 8 + c) * cols + k, 0, 3);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -589,7 +589,7 @@ typedef struct { const float *x; i64 ldx, T, groups, columns; const Weight *w; i
 /* output columns of one task: long runs of memory for each thread, but some tasks more than threads */
 INLINE i64 columns_per_task(i64 columns)
 {
-    i64 even = columns / (4 * di_threads) / 4 * 4;
+    i64 even = columns / (2 * di_threads) / 4 * 4;
     return MAX(32, even);
 }
 
