@@ -138,14 +138,17 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """The same values with every row in one piece: float32, last dimension of stride 1."""
+    """The same values as rows in one piece each: float32, two dimensions, the last of stride 1."""
+    if x.dtype is torch.float32 and x.ndim == 2 and x.stride(1) == 1:
+        return x
     x = x.to(torch.float32)
     inner = x.flatten(1) if x.ndim > 2 else x
     return inner if inner.stride(-1) == 1 or inner.shape[-1] == 1 else inner.contiguous()
 
 
 def _whole(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return x.to(dtype).contiguous()
+    """The same values in one piece of memory."""
+    return x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 class CpuKernels(ReferenceKernels):
@@ -261,12 +264,37 @@ class CpuKernels(ReferenceKernels):
         self, x_tcm: torch.Tensor, pre_tc: torch.Tensor, weights: HyperConnectionWeights, norm: Norm
     ) -> tuple[torch.Tensor, Mix]:
         x_tcm, pre_tc = _whole(x_tcm), _whole(pre_tc)
+        seam = self._seam(weights, norm, x_tcm)
+        return self._enter(ctypes.addressof(seam), x_tcm, pre_tc)
+
+    def hc_post(self, y_tm: torch.Tensor, x_tcm: torch.Tensor, mix: Mix) -> torch.Tensor:
+        x_tcm = _whole(x_tcm)
+        seam = _Seam(served=self._served, C=x_tcm.shape[1], M=x_tcm.shape[2])
+        return self._leave(ctypes.addressof(seam), y_tm, x_tcm, mix)
+
+    def hc_seam(
+        self,
+        y_tm: torch.Tensor,
+        x_tcm: torch.Tensor,
+        mix: Mix,
+        weights: HyperConnectionWeights,
+        norm: Norm,
+    ) -> tuple[torch.Tensor, torch.Tensor, Mix]:
+        x_tcm = _whole(x_tcm)
+        seam = self._seam(weights, norm, x_tcm)
+        x_tcm = self._leave(ctypes.addressof(seam), y_tm, x_tcm, mix)
+        return x_tcm, *self._enter(ctypes.addressof(seam), x_tcm, _whole(mix.pre_tc))
+
+    def _enter(
+        self, seam: int, x_tcm: torch.Tensor, pre_tc: torch.Tensor
+    ) -> tuple[torch.Tensor, Mix]:
+        """Input and mix of the sub-layer that the structure at `seam` describes."""
         t, c, m = x_tcm.shape
-        seam = self._seam(weights, norm, c, m)
-        flat = torch.empty(t * (m + 2 * c + c * c), dtype=torch.float32)
-        u, pre, post, comb = flat.split((t * m, t * c, t * c, t * c * c))
+        f32 = torch.float32
+        u, pre = torch.empty((t, m), dtype=f32), torch.empty((t, c), dtype=f32)
+        post, comb = torch.empty((t, c), dtype=f32), torch.empty((t, c, c), dtype=f32)
         self._c.di_hc_pre(
-            ctypes.addressof(seam),
+            seam,
             x_tcm.data_ptr(),
             pre_tc.data_ptr(),
             t,
@@ -275,26 +303,24 @@ class CpuKernels(ReferenceKernels):
             post.data_ptr(),
             comb.data_ptr(),
         )
-        return u.view(t, m), Mix(pre.view(t, c), post.view(t, c), comb.view(t, c, c))
+        return u, Mix(pre, post, comb)
 
-    def hc_post(self, y_tm: torch.Tensor, x_tcm: torch.Tensor, mix: Mix) -> torch.Tensor:
-        y_tm, x_tcm = _whole(y_tm), _whole(x_tcm)
-        post, comb = _whole(mix.post_tc), _whole(mix.comb_tcc)
-        t, c, m = x_tcm.shape
-        seam = _Seam(served=self._served, C=c, M=m)
-        out = torch.empty((t, c, m), dtype=torch.float32)
+    def _leave(self, seam: int, y_tm: torch.Tensor, x_tcm: torch.Tensor, mix: Mix) -> torch.Tensor:
+        """The streams after a sub-layer's output."""
+        y_tm, post, comb = _whole(y_tm), _whole(mix.post_tc), _whole(mix.comb_tcc)
+        out = torch.empty_like(x_tcm)
         self._c.di_hc_post(
-            ctypes.addressof(seam),
+            seam,
             y_tm.data_ptr(),
             x_tcm.data_ptr(),
             post.data_ptr(),
             comb.data_ptr(),
-            t,
+            x_tcm.shape[0],
             out.data_ptr(),
         )
         return out
 
-    def _seam(self, weights: HyperConnectionWeights, norm: Norm, c: int, m: int) -> _Seam:
+    def _seam(self, weights: HyperConnectionWeights, norm: Norm, x_tcm: torch.Tensor) -> _Seam:
         return _Seam(
             weights.fn.data_ptr(),
             weights.base.data_ptr(),
@@ -305,8 +331,8 @@ class CpuKernels(ReferenceKernels):
             norm.eps,
             weights.sinkhorn_iters,
             self._served,
-            c,
-            m,
+            x_tcm.shape[1],
+            x_tcm.shape[2],
         )
 
     # ---- rotation and records ----
