@@ -1,7 +1,8 @@
 """Damaged checkpoints: each fault is found when the folder is opened, and named.
 
 The last tests flip bytes at random: whatever comes of it, it is refused by name or every value is
-right. None may crash, hang or load wrongly.
+right. None may crash, hang or load wrongly. One long file, because it is one corpus: a fault is
+looked for here.
 """
 
 import json

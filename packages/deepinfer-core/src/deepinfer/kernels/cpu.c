@@ -681,9 +681,9 @@ static void sinkhorn(float *b, i64 C, i64 iters, float eps)
     }
 }
 
-/* The seam between two sub-layers (2.3): the write of the last one (y with post and comb; y NULL: none), then input
- * and mix of the next. `pre_in` is the carried pre-mix, `mix_in` the last sub-layer's post (T, C) and comb (T, C, C).
- * In place: x. Out: u (T, M) and pre, post, comb. */
+/* A sub-layer's mixing weights and constants (2.3). `di_hc_post` writes the last sub-layer's output to the streams,
+ * with its post (T, C) and comb (T, C, C); `di_hc_pre` gives the next one's input u (T, M), through the carried pre-mix,
+ * and its own pre, post and comb. */
 typedef struct {
     const float *fn, *base, *scale, *norm; /* ((2 + C) C, C M), ((2 + C) C), (3), (M) */
     float eps, norm_eps, rms_eps;
@@ -1387,6 +1387,3 @@ void di_engram_gate(
         for (i64 m = 0; m < M; m++) out[i * M + m] = rounded(xr[m] + gate * value[m], served);
     }
 }
-
-/* for the Python side: what this library was built for */
-int di_vector_width(void) { return VW; }

@@ -47,18 +47,18 @@ tensors and come back through the operations. Inputs are those that the model ha
 rotations, mixes, expert weights and ids) is contiguous, though it may start at any element.
 """
 
-from deepinfer.testing.conformance import (
-    DEFAULT_TOLERANCE,
-    TOLERANCES,
-    Finding,
-    Make,
-    OpCase,
-    Tolerance,
+from deepinfer.testing.conformance.base import Finding, Make, OpCase
+from deepinfer.testing.conformance.checks import (
     all_cases,
     assert_conforms,
     check_against_reference,
     check_row_invariance,
     conformance_cases,
+)
+from deepinfer.testing.conformance.tolerances import (
+    DEFAULT_TOLERANCE,
+    TOLERANCES,
+    Tolerance,
     tolerance_of,
 )
 
