@@ -25,7 +25,9 @@ PREPARED_WITHIN = {"prepare_linear": "linear", "prepare_experts": "routed_expert
 """Weights whose preparation is checked through an operation that reads them."""
 
 MAY_VARY = {
+    "attend",
     "attention",
+    "attention_latents",
     "confidence",
     "engram_gate",
     "grouped_linear",
@@ -33,6 +35,7 @@ MAY_VARY = {
     "hc_seam",
     "linear",
     "markov_logits",
+    "mixture_of_experts",
     "rms_norm",
     "route",
     "routed_experts",

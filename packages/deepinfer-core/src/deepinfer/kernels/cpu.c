@@ -48,14 +48,27 @@ INLINE void vstore(float *p, vf v) { memcpy(p, &v, sizeof v); }
 /* the first n < VW values, zeros behind them */
 INLINE vf vload_part(const float *p, i64 n) { vf v = {0}; memcpy(&v, p, 4 * n); return v; }
 
-/* sum of the lanes: halves are added until one is left */
+/* sum of the lanes: halves are added until one is left; no loop over an array, which would go through memory */
+typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
+typedef float f2 __attribute__((vector_size(8)));
 INLINE float lane_sum(vf v)
 {
-    float a[VW];
-    memcpy(a, &v, sizeof v);
-    for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) a[i] += a[i + w];
-    return a[0];
+    struct { f4 low, high; } four;
+#if VW == 16
+    struct { f8 low, high; } eight;
+    memcpy(&eight, &v, sizeof v);
+    f8 half = eight.low + eight.high;
+    memcpy(&four, &half, sizeof half);
+    f4 a = four.low + four.high;
+#elif VW == 8
+    memcpy(&four, &v, sizeof v);
+    f4 a = four.low + four.high;
+#else
+    (void)four;
+    f4 a = v;
+#endif
+    return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
 INLINE vf vmin(vf a, vf b) { vi m = a < b; return (vf)((m & (vi)a) | (~m & (vi)b)); }
@@ -225,6 +238,31 @@ static void for_each(i64 n, int wide, Body body, const void *arguments)
     atomic_store(&pool.busy, 0);
 }
 
+/* several loops that do not depend on each other, as one: the threads meet once */
+typedef struct { Body body; const void *arguments; i64 n; } Loop;
+
+static void loop_task(const void *arguments, i64 i)
+{
+    const Loop *loop = arguments;
+    for (; i >= loop->n; loop++) i -= loop->n;
+    loop->body(loop->arguments, i);
+}
+
+static void for_each_of(const Loop *loops, int count, int wide)
+{
+    i64 n = 0;
+    for (int i = 0; i < count; i++) n += loops[i].n;
+    for_each(n, wide, loop_task, loops);
+}
+
+/* memory of one call; the caller frees it */
+static void *memory(size_t bytes)
+{
+    void *at;
+    if (posix_memalign(&at, 64, bytes + 64)) abort();
+    return at;
+}
+
 /* --------------------------------------------------------------------------------------- number formats (10.2) */
 
 enum { F32, BF16, FP8, FP4, FP4_KV, FP4_INDEX }; /* the same numbers stand in cpu.py */
@@ -328,63 +366,6 @@ static void encode(const float *x, i64 dim, int kind, uint8_t *data, uint8_t *sc
     }
 }
 
-static void decode(const uint8_t *data, const uint8_t *scales, i64 dim, int kind, float *out)
-{
-    if (kind == F32) { memcpy(out, data, 4 * dim); return; }
-    if (kind == BF16) {
-        for (i64 i = 0; i < dim; i++) {
-            uint16_t h;
-            memcpy(&h, data + 2 * i, 2);
-            out[i] = bits_float((uint32_t)h << 16);
-        }
-        return;
-    }
-    if (kind == FP8) {
-        for (i64 g = 0; g < dim; g += 32) {
-            float s = ue8m0_float(scales[g / 32]);
-            for (i64 i = g; i < MIN(g + 32, dim); i++) out[i] = e4m3_float(data[i]) * s;
-        }
-        return;
-    }
-    i64 group = kind == FP4_KV ? 16 : 32;
-    for (i64 g = 0; g < dim; g += group) {
-        uint8_t b = scales[g / group];
-        float s = kind == FP4_KV ? e4m3_float(b) : ue8m0_float(b);
-        for (i64 i = g; i < MIN(g + group, dim); i++) out[i] = E2M1[(data[i / 2] >> (i % 2 * 4)) & 15] * s;
-    }
-}
-
-/* A cache: `per_block` records share a block whose values come first and whose scales follow (index keys); 1 means
- * that a record's bytes lie together. */
-typedef struct { uint8_t *data; int32_t kind, per_block; i64 dim; } Pool;
-
-INLINE void record_at(const Pool *pool, i64 slot, uint8_t **data, uint8_t **scales)
-{
-    i64 db, sb;
-    record_bytes(pool->kind, pool->dim, &db, &sb);
-    uint8_t *block = pool->data + slot / pool->per_block * pool->per_block * (db + sb);
-    i64 at = slot % pool->per_block;
-    *data = block + at * db;
-    *scales = block + pool->per_block * db + at * sb;
-}
-
-INLINE void read_record(const Pool *pool, i64 slot, float *out)
-{
-    uint8_t *data, *scales;
-    record_at(pool, slot, &data, &scales);
-    decode(data, scales, pool->dim, pool->kind, out);
-}
-
-/* ------------------------------------------------------------------------------------------------------ linears */
-
-/* A weight (rows, cols) as it is stored. FP8 and FP4 have UE8M0 scales, one per `block_rows` x 32 values. */
-typedef struct { const void *data; const uint8_t *scales; int32_t kind, block_rows; i64 rows, cols; } Weight;
-
-INLINE const uint8_t *scale_row(const Weight *w, i64 n)
-{
-    return w->scales + n / w->block_rows * ((w->cols + 31) / 32);
-}
-
 /* VW bytes as integers */
 INLINE vi widen_bytes(const uint8_t *p)
 {
@@ -417,6 +398,72 @@ INLINE vf e2m1_lanes(const uint8_t *p)
 #endif
 }
 
+INLINE vf e4m3_lanes(const uint8_t *p)
+{
+    vi u = widen_bytes(p);
+    return (vf)(((u & 0x80) << 24) | ((u & 0x7f) << 20)) * 0x1p120f;
+}
+
+static void decode(const uint8_t *data, const uint8_t *scales, i64 dim, int kind, float *out)
+{
+    if (kind == F32) { memcpy(out, data, 4 * dim); return; }
+    if (kind == BF16) {
+        for (i64 i = 0; i < dim; i++) {
+            uint16_t h;
+            memcpy(&h, data + 2 * i, 2);
+            out[i] = bits_float((uint32_t)h << 16);
+        }
+        return;
+    }
+    i64 group = kind == FP4_KV ? 16 : 32;
+    for (i64 g = 0; g < dim; g += group) { /* VW divides the group */
+        i64 i = g, end = MIN(g + group, dim);
+        float s = kind == FP4_KV ? e4m3_float(scales[g / group]) : ue8m0_float(scales[g / group]);
+        for (; i + VW <= end; i += VW)
+            vstore(out + i, (kind == FP8 ? e4m3_lanes(data + i) : e2m1_lanes(data + i / 2)) * s);
+        for (; i < end; i++)
+            out[i] = (kind == FP8 ? e4m3_float(data[i]) : E2M1[(data[i / 2] >> (i % 2 * 4)) & 15]) * s;
+    }
+}
+
+/* A cache: `per_block` records share a block whose values come first and whose scales follow (index keys); 1 means
+ * that a record's bytes lie together. */
+typedef struct { uint8_t *data; int32_t kind, per_block; i64 dim; } Pool;
+
+INLINE void record_at(const Pool *pool, i64 slot, uint8_t **data, uint8_t **scales)
+{
+    i64 db, sb;
+    record_bytes(pool->kind, pool->dim, &db, &sb);
+    uint8_t *block = pool->data + slot / pool->per_block * pool->per_block * (db + sb);
+    i64 at = slot % pool->per_block;
+    *data = block + at * db;
+    *scales = block + pool->per_block * db + at * sb;
+}
+
+INLINE void read_record(const Pool *pool, i64 slot, float *out)
+{
+    uint8_t *data, *scales;
+    record_at(pool, slot, &data, &scales);
+    decode(data, scales, pool->dim, pool->kind, out);
+}
+
+/* ------------------------------------------------------------------------------------------------------ linears */
+
+/* A weight (rows, cols) as it is stored. FP8 and FP4 have UE8M0 scales, one per `block_rows` x 32 values. `quantizes`:
+ * it was stored quantised, so `served` quantises what it is multiplied with. */
+typedef struct {
+    const void *data;
+    const uint8_t *scales;
+    int32_t kind, block_rows;
+    i64 rows, cols;
+    int32_t quantizes;
+} Weight;
+
+INLINE const uint8_t *scale_row(const Weight *w, i64 n)
+{
+    return w->scales + n / w->block_rows * ((w->cols + 31) / 32);
+}
+
 /* VW values of row n from column k on (k a multiple of VW, so that one scale covers them) */
 INLINE vf load_weight(const Weight *w, int kind, i64 n, i64 k)
 {
@@ -427,10 +474,7 @@ INLINE vf load_weight(const Weight *w, int kind, i64 n, i64 k)
         return (vf)(__builtin_convertvector(h, vi) << 16);
     }
     float s = ue8m0_float(scale_row(w, n)[k / 32]);
-    if (kind == FP8) {
-        vi u = widen_bytes((const uint8_t *)w->data + n * w->cols + k);
-        return (vf)(((u & 0x80) << 24) | ((u & 0x7f) << 20)) * 0x1p120f * s;
-    }
+    if (kind == FP8) return e4m3_lanes((const uint8_t *)w->data + n * w->cols + k) * s;
     return e2m1_lanes((const uint8_t *)w->data + n * (w->cols / 2) + k / 2) * s;
 }
 
@@ -462,13 +506,14 @@ INLINE void dot_block(int R, int N, int kind, const float *x, i64 ldx, const Wei
 #pragma GCC unroll 8
         for (int c = 0; c < N; c++) acc[r][c] = (vf){0};
     i64 cols = w->cols, whole = cols / VW * VW;
+    /* the weights may come from memory: ask for later rows early, but for none that another thread reads */
+    const float *ahead = (const float *)w->data + (n + 8 + N <= w->rows ? n + 8 : n) * cols;
     for (i64 k = 0; k < whole; k += VW) {
         vf b[8];
 #pragma GCC unroll 8
         for (int c = 0; c < N; c++) {
             b[c] = load_weight(w, kind, n + c, k);
-            if (kind == F32) /* the weights may come from memory: ask for later rows early */
-                __builtin_prefetch((const float *)w->data + (n + 8 + c) * cols + k, 0, 3);
+            if (kind == F32) __builtin_prefetch(ahead + c * cols + k, 0, 3);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -536,8 +581,10 @@ static void restore_rows(const Weight *w, i64 n, int N, float *out)
 /* Columns [first, last) of y = x W^T. Few rows read the weight where it is; for many rows, a panel of it is restored
  * to floats once: the same floats, so the same sums. */
 static void linear_columns(
-    const float *x, i64 ldx, i64 T, const Weight *w, i64 first, i64 last, float *y, i64 ldy)
+    const float *x, i64 ldx, i64 T, const Weight *whole, i64 first, i64 last, float *y, i64 ldy)
 {
+    Weight part = *whole, *w = &part;
+    part.rows = last;
     const i64 tile = 64; /* rows of x that stay in the second-level cache */
     const int step = T == 1 || (T == 2 && VW == 16) ? 8 : BLOCK_COLS;
     float *panel = w->kind != F32 && T > BLOCK_ROWS ? scratch(SCRATCH_PANEL, 4 * w->cols * 8) : NULL;
@@ -548,7 +595,7 @@ static void linear_columns(
             int N = last - n >= step ? step : last - n >= BLOCK_COLS ? BLOCK_COLS : 1;
             float *yt = y + t * ldy + (n - first);
             if (panel) {
-                Weight restored = {panel, NULL, F32, 1, N, w->cols};
+                Weight restored = {panel, NULL, F32, 1, N, w->cols, 0};
                 restore_rows(w, n, N, panel);
                 dot_rows_f32(xt, ldx, rows, &restored, 0, N, yt, ldy);
             } else if (w->kind == F32) dot_rows_f32(xt, ldx, rows, w, n, N, yt, ldy);
@@ -566,30 +613,43 @@ static void round_columns(float *y, i64 ldy, i64 T, i64 cols)
         for (i64 n = 0; n < cols; n++) y[t * ldy + n] = round_bf16(y[t * ldy + n]);
 }
 
-/* Q8 of the rows of x into `out`, if the weight is stored quantised (`served`) */
-typedef struct { const float *x; i64 ldx, n; const float *w; float eps; int served; float *out; } RowTask;
+/* rows of x to rows of `out`: norms, and quantised inputs */
+typedef struct {
+    const float *x;
+    i64 ldx, n, groups;
+    const float *w;
+    float eps;
+    int served;
+    float *out;
+    i64 ldo;
+} RowTask;
 
 static void quantize_task(const void *arguments, i64 t)
 {
     const RowTask *a = arguments;
-    memcpy(a->out + t * a->n, a->x + t * a->ldx, 4 * a->n);
-    round_to_q8(a->out + t * a->n, a->n);
+    i64 n = a->n * a->groups;
+    float *out = a->out + t * n;
+    memcpy(out, a->x + t * a->ldx, 4 * n);
+    for (i64 g = 0; g < a->groups; g++) round_to_q8(out + g * a->n, a->n);
 }
 
-void di_quantize_rows(const float *x, i64 ldx, i64 T, i64 n, float *out)
+/* rows of `groups` blocks of n values, each block in Q8 by itself; the caller frees them */
+static float *quantized(const float *x, i64 ldx, i64 T, i64 groups, i64 n)
 {
-    RowTask a = {x, ldx, n, NULL, 0, 0, out};
-    for_each(T, T * n > SERIAL_BELOW, quantize_task, &a);
+    RowTask a = {.x = x, .ldx = ldx, .n = n, .groups = groups, .out = memory(4 * T * groups * n)};
+    for_each(T, T * groups * n > SERIAL_BELOW, quantize_task, &a);
+    return a.out;
 }
 
 /* y = x W^T, (T, rows of W), rounded to bfloat16 where `round` says so. Groups: row block g of W reads column block g
  * of x (3.8); one group is a plain linear. */
 typedef struct { const float *x; i64 ldx, T, groups, columns; const Weight *w; int round; float *y; } LinearTask;
 
-/* output columns of one task: long runs of memory for each thread, but some tasks more than threads */
+/* output columns of one task: long runs of memory for each thread, but a few tasks more than threads, so that one that
+ * is late does not hold up the rest for long */
 INLINE i64 columns_per_task(i64 columns)
 {
-    i64 even = columns / (2 * di_threads) / 4 * 4;
+    i64 even = columns / (4 * di_threads) / 4 * 4;
     return MAX(32, even);
 }
 
@@ -603,11 +663,27 @@ static void linear_task(const void *arguments, i64 task)
     if (a->round) round_columns(a->y + first, rows, a->T, last - first);
 }
 
-void di_linear(const float *x, i64 ldx, i64 T, const Weight *w, i64 groups, int round, float *y)
+/* the loop of a linear in chunks of `columns` */
+static Loop linear_loop(const LinearTask *a)
 {
-    LinearTask a = {x, ldx, T, groups, columns_per_task(w->rows / groups), w, round, y};
-    i64 chunks = (w->rows / groups + a.columns - 1) / a.columns;
-    if (T) for_each(groups * chunks, T * w->rows * w->cols > SERIAL_BELOW, linear_task, &a);
+    i64 per_group = a->w->rows / a->groups;
+    return (Loop){linear_task, a, a->T ? a->groups * ((per_group + a->columns - 1) / a->columns) : 0};
+}
+
+/* `served`: quantise the input of a weight that was stored quantised, and `round` the result */
+static void linear(const float *x, i64 ldx, i64 T, const Weight *w, i64 groups, int quantize, int round, float *y)
+{
+    float *q8 = quantize && w->quantizes ? quantized(x, ldx, T, groups, w->cols) : NULL;
+    i64 columns = columns_per_task(w->rows / groups);
+    LinearTask a = {q8 ? q8 : x, q8 ? groups * w->cols : ldx, T, groups, columns, w, round, y};
+    Loop loop = linear_loop(&a);
+    for_each_of(&loop, 1, T * w->rows * w->cols > SERIAL_BELOW);
+    free(q8);
+}
+
+void di_linear(const float *x, i64 ldx, i64 T, const Weight *w, i64 groups, int quantize, int round, float *y)
+{
+    linear(x, ldx, T, w, groups, quantize, round, y);
 }
 
 /* ---------------------------------------------------------------------------- norms and streams (2.2, 2.3, 7.1) */
@@ -633,12 +709,12 @@ INLINE void rms_row(const float *x, i64 n, const float *w, float eps, int served
 static void norm_task(const void *arguments, i64 t)
 {
     const RowTask *a = arguments;
-    rms_row(a->x + t * a->ldx, a->n, a->w, a->eps, a->served, a->out + t * a->n);
+    rms_row(a->x + t * a->ldx, a->n, a->w, a->eps, a->served, a->out + t * a->ldo);
 }
 
 void di_rms_norm(const float *x, i64 ldx, i64 T, i64 n, const float *w, float eps, int served, float *out)
 {
-    RowTask a = {x, ldx, n, w, eps, served, out};
+    RowTask a = {.x = x, .ldx = ldx, .n = n, .w = w, .eps = eps, .served = served, .out = out, .ldo = n};
     for_each(T, T * n > SERIAL_BELOW, norm_task, &a);
 }
 
@@ -682,8 +758,8 @@ static void sinkhorn(float *b, i64 C, i64 iters, float eps)
 }
 
 /* A sub-layer's mixing weights and constants (2.3). `di_hc_post` writes the last sub-layer's output to the streams,
- * with its post (T, C) and comb (T, C, C); `di_hc_pre` gives the next one's input u (T, M), through the carried pre-mix,
- * and its own pre, post and comb. */
+ * with its post (T, C) and comb (T, C, C); `di_hc_pre` gives the next one's input u (T, M), through the carried
+ * pre-mix, and its own pre, post and comb. */
 typedef struct {
     const float *fn, *base, *scale, *norm; /* ((2 + C) C, C M), ((2 + C) C), (3), (M) */
     float eps, norm_eps, rms_eps;
@@ -737,7 +813,7 @@ void di_hc_post(const Seam *s, const float *y, const float *x, float *post, floa
     for_each(T, T * s->C * s->C * s->M > SERIAL_BELOW, post_task, &a);
 }
 
-enum { SEAM_COLUMNS = 8 };
+enum { SEAM_COLUMNS = 4 };
 
 /* a few of the (2 + C) C products of one row */
 static void seam_product_task(const void *arguments, i64 task)
@@ -745,7 +821,7 @@ static void seam_product_task(const void *arguments, i64 task)
     const SeamTask *a = arguments;
     i64 C = a->s->C, M = a->s->M, rows = (2 + C) * C, blocks = (rows + SEAM_COLUMNS - 1) / SEAM_COLUMNS;
     i64 t = task / blocks, n = task % blocks * SEAM_COLUMNS;
-    Weight fn = {a->s->fn, NULL, F32, 1, rows, C * M};
+    Weight fn = {a->s->fn, NULL, F32, 1, rows, C * M, 0};
     linear_columns(a->x + t * C * M, C * M, 1, &fn, n, MIN(n + SEAM_COLUMNS, rows), a->mix + t * rows + n, rows);
 }
 
@@ -764,12 +840,20 @@ static void seam_row_task(const void *arguments, i64 t)
 void di_hc_pre(const Seam *s, const float *x, const float *pre_in, i64 T, float *u, float *pre, float *post, float *comb)
 {
     i64 C = s->C, M = s->M, rows = (2 + C) * C, blocks = (rows + SEAM_COLUMNS - 1) / SEAM_COLUMNS;
-    float *mix = malloc(4 * T * rows + 4);
-    if (!mix) abort();
+    float *mix = memory(4 * T * rows);
     SeamTask a = {s, x, pre_in, NULL, mix, u, pre, post, comb, NULL};
     for_each(T * blocks, T * rows * C * M > SERIAL_BELOW, seam_product_task, &a);
     for_each(T, T * rows * C * M > SERIAL_BELOW, seam_row_task, &a);
     free(mix);
+}
+
+/* both: the streams go from x to `out`, the mix from (pre, post, comb) to the same with 2 */
+void di_hc_seam(
+    const Seam *s, const float *y, const float *x, const float *pre, float *post, float *comb, i64 T, float *out,
+    float *u, float *pre2, float *post2, float *comb2)
+{
+    di_hc_post(s, y, x, post, comb, T, out);
+    di_hc_pre(s, out, pre, T, u, pre2, post2, comb2);
 }
 
 /* ------------------------------------------------------------------------- rotation and row epilogues (3.1, 3.2) */
@@ -817,7 +901,7 @@ static void rotate_task(const void *arguments, i64 t)
 {
     const RotateTask *a = arguments;
     float *out = a->out + t * a->H * a->D;
-    copy_rounded(out, a->x + t * a->ldx, a->H * a->D, a->served);
+    if (out != a->x + t * a->ldx) copy_rounded(out, a->x + t * a->ldx, a->H * a->D, a->served);
     for (i64 h = 0; h < a->H; h++)
         rotate_row(out + h * a->D, a->D, a->cos + t * a->R, a->sin + t * a->R, a->R, a->inverse, a->served);
 }
@@ -944,12 +1028,40 @@ static i64 gather_keys(const Attention *a, i64 t, float *keys, i64 part, i64 par
     return n;
 }
 
+/* o[h, d..] of R heads, N vectors from d on: the keys times their weights l, added in order */
+INLINE void weigh_keys(int R, int N, const float *l, i64 ld, const float *keys, i64 n, i64 D, i64 d, float *o)
+{
+    vf acc[4][4];
+#pragma GCC unroll 4
+    for (int h = 0; h < R; h++)
+#pragma GCC unroll 4
+        for (int c = 0; c < N; c++) acc[h][c] = (vf){0};
+    i64 part = MIN(VW, D - d); /* less than a vector only where N is 1 */
+    for (i64 i = 0; i < n; i++) {
+        vf v[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < N; c++) {
+            const float *key = keys + i * D + d + c * VW;
+            v[c] = N == 1 ? vload_part(key, part) : vload(key);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < R; h++)
+#pragma GCC unroll 4
+            for (int c = 0; c < N; c++) acc[h][c] += l[h * ld + i] * v[c];
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < R; h++)
+#pragma GCC unroll 4
+        for (int c = 0; c < N; c++) memcpy(o + h * D + d + c * VW, &acc[h][c], 4 * (N == 1 ? part : VW));
+}
+
 /* heads [first, last) of row t: one softmax over all keys and the sink */
 static void attend_heads(const Attention *a, i64 t, const float *keys, i64 n, i64 first, i64 last)
 {
     i64 D = a->D, H = last - first, ld = n + VW;
-    float *logits = scratch(SCRATCH_LOGITS, 4 * H * ld);
-    Weight k = {keys, NULL, F32, 1, n, D};
+    float *logits = scratch(SCRATCH_LOGITS, 4 * H * (ld + 1)), *total = logits + H * ld;
+    float *out = a->out + (t * a->H + first) * D;
+    Weight k = {keys, NULL, F32, 1, n, D, 0};
     linear_columns(a->q + (t * a->H + first) * D, D, H, &k, 0, n, logits, ld);
     float scale = 1.0f / sqrtf((float)D);
     for (i64 h = 0; h < H; h++) {
@@ -958,23 +1070,25 @@ static void attend_heads(const Attention *a, i64 t, const float *keys, i64 n, i6
         for (i64 i = n; i < n + VW; i++) l[i] = -INFINITY;
         vf sum = {0};
         for (i64 i = 0; i < n; i += VW) { vf e = vexp(vload(l + i) - peak); vstore(l + i, e); sum += e; }
-        float total = lane_sum(sum) + exp1(sink - peak), *o = a->out + (t * a->H + first + h) * D;
-        memset(o, 0, 4 * D);
-        i64 i = 0;
-        for (; i + 4 <= n; i += 4) { /* four keys at a time, added in order */
-            const float *v = keys + i * D;
-            for (i64 d = 0; d < D; d++) {
-                float x = o[d];
-                x += l[i] * v[d];
-                x += l[i + 1] * v[D + d];
-                x += l[i + 2] * v[2 * D + d];
-                x += l[i + 3] * v[3 * D + d];
-                o[d] = x;
-            }
+        total[h] = lane_sum(sum) + exp1(sink - peak);
+    }
+    for (i64 h = 0; h < H;) {
+        int R = H - h >= 4 ? 4 : 1;
+        const float *l = logits + h * ld;
+        float *o = out + h * D;
+        for (i64 d = 0; d < D;) {
+            int N = D - d >= 4 * VW ? 4 : 1;
+            if (R == 4 && N == 4) weigh_keys(4, 4, l, ld, keys, n, D, d, o);
+            else if (R == 4) weigh_keys(4, 1, l, ld, keys, n, D, d, o);
+            else if (N == 4) weigh_keys(1, 4, l, ld, keys, n, D, d, o);
+            else weigh_keys(1, 1, l, ld, keys, n, D, d, o);
+            d += N * VW;
         }
-        for (; i < n; i++)
-            for (i64 d = 0; d < D; d++) o[d] += l[i] * keys[i * D + d];
-        for (i64 d = 0; d < D; d++) o[d] = rounded(o[d] / total, a->served);
+        h += R;
+    }
+    for (i64 h = 0; h < H; h++) {
+        float *o = out + h * D;
+        for (i64 d = 0; d < D; d++) o[d] = rounded(o[d] / total[h], a->served);
         rotate_row(o, D, a->cos + t * a->R, a->sin + t * a->R, a->R, 1, a->served);
     }
 }
@@ -1020,6 +1134,52 @@ void di_attention(const Attention *a)
     }
 }
 
+/* An attention sub-layer from its input to its output (3.1, 3.7, 3.8): `di_latents` gives the normalised query latent
+ * qa (T, Q) and the raw key-value kv (T, D); `di_attend` goes on from there. */
+typedef struct {
+    const Weight *wqkv_a, *wq_b, *wo_a, *wo_b;
+    const float *q_norm, *kv_norm, *sink;
+    float q_eps, kv_eps;
+    i64 groups;
+} AttentionWeights;
+
+void di_latents(const AttentionWeights *w, const float *x, i64 ldx, i64 T, int served, float *qa, float *kv)
+{
+    i64 Q = w->wq_b->cols, width = w->wqkv_a->rows, D = width - Q;
+    float *both = memory(4 * T * width);
+    linear(x, ldx, T, w->wqkv_a, 1, served, served, both);
+    RowTask a = {
+        .x = both, .ldx = width, .n = Q, .w = w->q_norm, .eps = w->q_eps, .served = served, .out = qa, .ldo = Q};
+    for_each(T, T * Q > SERIAL_BELOW, norm_task, &a);
+    for (i64 t = 0; t < T; t++) memcpy(kv + t * D, both + t * width + Q, 4 * D);
+    free(both);
+}
+
+/* `a` without its q, sink, step and out. Rows `source` of this step go to the rows `slots` of the ring, once all have
+ * been read. */
+void di_attend(
+    const AttentionWeights *w, const Attention *a, const float *qa, i64 ld_qa, const float *kv, i64 ld_kv,
+    const i64 *source, const i64 *slots, i64 writes, float *y)
+{
+    i64 T = a->T, H = a->H, D = a->D, R = a->R, db, sb;
+    int served = a->served;
+    record_bytes(a->ring->kind, D, &db, &sb);
+    float *q = memory(4 * T * (2 * H * D + w->wo_a->rows)), *o = q + T * H * D, *z = o + T * H * D;
+    uint8_t *step = memory(T * (db + sb));
+    Pool records = {step, a->ring->kind, 1, D};
+    Attention all = *a;
+    all.q = q, all.sink = w->sink, all.step = step, all.out = o;
+    linear(qa, ld_qa, T, w->wq_b, 1, served, served, q);
+    di_rotate(q, H * D, T, H, D, a->cos, a->sin, R, 0, served, q);
+    di_records(kv, ld_kv, T, w->kv_norm, w->kv_eps, a->cos, a->sin, R, served, &records, NULL);
+    di_attention(&all);
+    di_store_rows(step, db + sb, source, slots, writes, a->ring->data);
+    linear(o, H * D, T, w->wo_a, w->groups, served, served, z);
+    linear(z, w->wo_a->rows, T, w->wo_b, 1, served, served, y);
+    free(step);
+    free(q);
+}
+
 /* ---------------------------------------------------------------------------------- index selection (3.4 - 3.6) */
 
 typedef struct {
@@ -1049,7 +1209,7 @@ static void score_tile(const Select *s, i64 sequence, i64 t0, i64 t1, i64 first,
 {
     float *keys = scratch(SCRATCH_KEYS, 4 * TILE * s->J), *dots = scratch(SCRATCH_LOGITS, 4 * s->I * TILE);
     for (i64 n = first; n < last; n++) read_record(s->keys, entry_slot(s, sequence, n), keys + (n - first) * s->J);
-    Weight w = {keys, NULL, F32, 1, last - first, s->J};
+    Weight w = {keys, NULL, F32, 1, last - first, s->J, 0};
     for (i64 t = t0; t < t1; t++) {
         linear_columns(s->q + t * s->I * s->J, s->J, s->I, &w, 0, last - first, dots, TILE);
         float *out = score + (t - t0) * ld + first;
@@ -1164,8 +1324,7 @@ void di_select(const Select *s)
         int scored = count > 0 && (s->publish_count || count > s->K); /* else every visible entry is taken anyway */
         i64 at_once = scored ? MAX(ROWS, (16 << 20) / count) : end - begin; /* at most 64 MB of scores, or 16 rows */
         at_once = MIN(at_once, end - begin);
-        float *score = scored ? malloc(4 * count * at_once) : NULL;
-        if (scored && !score) abort();
+        float *score = scored ? memory(4 * count * at_once) : NULL;
         for (i64 t = begin; t < end; t += at_once) {
             i64 rows = MIN(at_once, end - t);
             SelectPart p = {s, q, t, rows, (count + TILE - 1) / TILE, count, score};
@@ -1239,14 +1398,15 @@ static void activate(const float *gate_up, i64 F, float limit, float weight, int
 
 /* The chosen experts of every row (4.3): `ids` (T, A), NULL for the one shared expert; out (T, A, M). Pairs of (row,
  * slot) are sorted by expert; each expert's rows are then products of their own. Weights: gate rows then up rows of
- * each expert (E * 2F, M), down rows (E * M, F). `quantized`: the activation is brought to FP8 between the products. */
+ * each expert (E * 2F, M), down rows (E * M, F). Where they were stored quantised, `served` brings x to FP8, and the
+ * activation between the products. */
 typedef struct {
     const float *x, *weights;
     const i64 *ids;
     const Weight *gate_up, *down;
     i64 T, A, E, F, M;
     float limit;
-    int32_t served, quantized;
+    int32_t served;
     float *out;
 } Experts;
 
@@ -1260,10 +1420,10 @@ static Weight rows_of(const Weight *w, i64 first, i64 rows)
     return part;
 }
 
-/* rows of the pairs sorted by expert: x (M), gate_up (2F), h (F), y (M); `start` of each expert's pairs */
+/* experts at work. Rows of the pairs sorted by expert: x (M), gate_up (2F), h (F), y (M); `start` of each expert's */
 typedef struct {
     const Experts *p;
-    i64 *order, *start, *expert, columns;
+    i64 *order, *start, *expert, used, total, columns;
     float *x, *gate_up, *h, *y;
 } ExpertTask;
 
@@ -1297,7 +1457,8 @@ static void expert_activate_task(const void *arguments, i64 n)
     const ExpertTask *a = arguments;
     const Experts *p = a->p;
     float weight = p->weights ? p->weights[a->order[n]] : 1.0f;
-    activate(a->gate_up + n * 2 * p->F, p->F, p->limit, weight, p->quantized, a->h + n * p->F);
+    int quantizes = p->served && p->gate_up->quantizes;
+    activate(a->gate_up + n * 2 * p->F, p->F, p->limit, weight, quantizes, a->h + n * p->F);
 }
 
 static void expert_down_task(const void *arguments, i64 task)
@@ -1313,13 +1474,22 @@ static void expert_scatter_task(const void *arguments, i64 n)
     memcpy(a->p->out + a->order[n] * M, a->y + n * M, 4 * M);
 }
 
-void di_experts(const Experts *p)
+static int experts_wide(const ExpertTask *a) { return a->total * a->p->F * a->p->M > SERIAL_BELOW; }
+
+/* one short step per pair, shared out only where there are many */
+static void for_each_pair(const ExpertTask *a, Body body)
 {
-    i64 pairs = p->T * p->A, F = p->F, M = p->M, E = p->E, used = 0;
-    i64 *order = malloc(sizeof(i64) * (pairs + 3 * E + 1)), *start = order + pairs;
+    for_each(a->total, experts_wide(a) && a->total > 16, body, a);
+}
+
+/* sort the pairs and gather their rows */
+static ExpertTask begin_experts(const Experts *p)
+{
+    i64 pairs = p->T * p->A, F = p->F, M = p->M, E = p->E;
+    i64 *order = memory(sizeof(i64) * (pairs + 3 * E + 1)), *start = order + pairs;
     i64 *expert = start + E + 1, *next = expert + E;
-    float *rows = malloc(4 * (pairs * (3 * F + 2 * M) + 1));
-    if (!order || !rows) abort();
+    float *x = memory(4 * pairs * (3 * F + 2 * M)), *gate_up = x + pairs * M, *h = gate_up + pairs * 2 * F;
+    ExpertTask a = {p, order, start, expert, 0, 0, 0, x, gate_up, h, h + pairs * F};
     memset(start, 0, sizeof(i64) * (E + 1));
     for (i64 i = 0; i < pairs; i++) {
         i64 e = p->ids ? p->ids[i] : 0;
@@ -1327,7 +1497,7 @@ void di_experts(const Experts *p)
         else start[e + 1]++;
     }
     for (i64 e = 0; e < E; e++) {
-        if (start[e + 1]) expert[used++] = e;
+        if (start[e + 1]) expert[a.used++] = e;
         start[e + 1] += start[e];
     }
     memcpy(next, start, sizeof(i64) * E);
@@ -1335,32 +1505,112 @@ void di_experts(const Experts *p)
         i64 e = p->ids ? p->ids[i] : 0;
         if (e >= 0) order[next[e]++] = i;
     }
-    float *x = rows, *gate_up = x + pairs * M, *h = gate_up + pairs * 2 * F, *y = h + pairs * F;
-    ExpertTask a = {p, order, start, expert, 0, x, gate_up, h, y};
-    i64 total = start[E];
-    int wide = total * F * M > SERIAL_BELOW, many = total > 16;
-    for_each(total, wide && many, expert_gather_task, &a);
-    a.columns = MIN(2 * F, columns_per_task(used * 2 * F));
-    for_each(used * ((2 * F + a.columns - 1) / a.columns), wide, expert_up_task, &a);
-    for_each(total, wide && many, expert_activate_task, &a);
-    a.columns = MIN(M, columns_per_task(used * M));
-    for_each(used * ((M + a.columns - 1) / a.columns), wide, expert_down_task, &a);
-    for_each(total, wide && many, expert_scatter_task, &a);
-    free(rows);
-    free(order);
+    a.total = start[E];
+    for_each_pair(&a, expert_gather_task);
+    return a;
+}
+
+/* the loop over chunks of `columns` of every expert in use */
+static Loop expert_loop(ExpertTask *a, Body body, i64 rows, i64 columns)
+{
+    a->columns = MIN(rows, columns);
+    return (Loop){body, a, a->used * ((rows + a->columns - 1) / a->columns)};
+}
+static Loop up_loop(ExpertTask *a, i64 columns) { return expert_loop(a, expert_up_task, 2 * a->p->F, columns); }
+static Loop down_loop(ExpertTask *a, i64 columns) { return expert_loop(a, expert_down_task, a->p->M, columns); }
+
+static void end_experts(ExpertTask *a)
+{
+    for_each_pair(a, expert_scatter_task);
+    free(a->x);
+    free(a->order);
+}
+
+static void run_experts(const Experts *p)
+{
+    ExpertTask a = begin_experts(p);
+    Loop up = up_loop(&a, columns_per_task(a.used * 2 * p->F));
+    for_each_of(&up, 1, experts_wide(&a));
+    for_each_pair(&a, expert_activate_task);
+    Loop down = down_loop(&a, columns_per_task(a.used * p->M));
+    for_each_of(&down, 1, experts_wide(&a));
+    end_experts(&a);
+}
+
+void di_experts(const Experts *p)
+{
+    Experts q = *p;
+    float *q8 = p->served && p->gate_up->quantizes ? quantized(p->x, p->M, p->T, 1, p->M) : NULL;
+    if (q8) q.x = q8;
+    run_experts(&q);
+    free(q8);
 }
 
 /* shared first, then the slots in order (K3) */
+typedef struct { const float *shared, *routed; i64 A, M; int served; float *out; } CombineTask;
+
+static void combine_task(const void *arguments, i64 t)
+{
+    const CombineTask *c = arguments;
+    i64 M = c->M;
+    float *o = c->out + t * M;
+    memcpy(o, c->shared + t * M, 4 * M);
+    for (i64 a = 0; a < c->A; a++)
+        for (i64 m = 0; m < M; m++) o[m] += c->routed[(t * c->A + a) * M + m];
+    if (c->served)
+        for (i64 m = 0; m < M; m++) o[m] = round_bf16(o[m]);
+}
+
 void di_combine(const float *shared, const float *routed, i64 T, i64 A, i64 M, int served, float *out)
 {
-    for (i64 t = 0; t < T; t++) {
-        float *o = out + t * M;
-        memcpy(o, shared + t * M, 4 * M);
-        for (i64 a = 0; a < A; a++)
-            for (i64 m = 0; m < M; m++) o[m] += routed[(t * A + a) * M + m];
-        if (served)
-            for (i64 m = 0; m < M; m++) o[m] = round_bf16(o[m]);
-    }
+    CombineTask a = {shared, routed, A, M, served, out};
+    for_each(T, T * A * M > SERIAL_BELOW, combine_task, &a);
+}
+
+/* The whole mixture of one layer (4): router, shared expert, routed experts, their sum. Products that do not wait for
+ * each other share a loop. */
+typedef struct {
+    const Weight *gate, *gate_up, *down, *shared_gate_up, *shared_down;
+    const float *bias, *image_bias;
+    i64 E, F, shared_F, A;
+    float scaling, limit;
+} Mixture;
+
+void di_mixture(
+    const Mixture *w, const float *x, i64 T, const uint8_t *is_image, int served, i64 *ids, float *weights, float *y)
+{
+    i64 E = w->E, A = w->A, M = w->gate->cols;
+    float *logits = memory(4 * T * (E + M + A * M)), *shared_out = logits + T * E, *routed_out = shared_out + T * M;
+    int any = w->gate->quantizes || w->gate_up->quantizes || w->shared_gate_up->quantizes;
+    float *q8 = served && any ? quantized(x, M, T, 1, M) : NULL;
+    LinearTask gate = {q8 && w->gate->quantizes ? q8 : x, M, T, 1, 0, w->gate, 0, logits};
+    Experts shared = {
+        q8 && w->shared_gate_up->quantizes ? q8 : x, NULL, NULL, w->shared_gate_up, w->shared_down, T, 1, 1,
+        w->shared_F, M, w->limit, served, shared_out};
+    Experts routed = {
+        q8 && w->gate_up->quantizes ? q8 : x, weights, ids, w->gate_up, w->down, T, A, E, w->F, M, w->limit, served,
+        routed_out};
+
+    ExpertTask s = begin_experts(&shared);
+    gate.columns = columns_per_task(E + 2 * w->shared_F);
+    Loop first[] = {up_loop(&s, gate.columns), linear_loop(&gate)};
+    for_each_of(first, 2, experts_wide(&s));
+    di_route(logits, T, E, w->bias, w->image_bias, is_image, A, w->scaling, ids, weights);
+    for_each_pair(&s, expert_activate_task);
+
+    ExpertTask r = begin_experts(&routed);
+    i64 columns = columns_per_task(r.used * 2 * w->F + M);
+    Loop second[] = {up_loop(&r, columns), down_loop(&s, columns)};
+    for_each_of(second, 2, experts_wide(&r));
+    for_each_pair(&r, expert_activate_task);
+
+    Loop third = down_loop(&r, columns_per_task(r.used * M));
+    for_each_of(&third, 1, experts_wide(&r));
+    end_experts(&s);
+    end_experts(&r);
+    di_combine(shared_out, routed_out, T, A, M, served, y);
+    free(q8);
+    free(logits);
 }
 
 /* --------------------------------------------------------------------------------------------------- Engram (5.5) */

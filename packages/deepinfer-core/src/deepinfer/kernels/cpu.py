@@ -5,7 +5,9 @@ threads. Weights stay in the form they are stored in (float32, bfloat16, FP8, FP
 are not here run the reference.
 
 The file is long because every operation is here; each method only makes room for the result and
-hands pointers to the C code, which holds the formulas.
+hands pointers to the C code, which holds the formulas. What the C code reads about a group of
+weights is described to it once. Results are made by `new_empty`, which costs half of `torch.empty`
+with a dtype: a decoded token runs a hundred operations of some microseconds each.
 
 Shape letters: see `deepinfer.kernels.interface`.
 """
@@ -14,19 +16,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from deepinfer.cache.records import KvFormat, RecordFormat, RecordKind
 from deepinfer.checkpoint.formats import StoredTensor
 from deepinfer.kernels import cpu_build
-from deepinfer.kernels.cpu_weights import pack_experts, pack_linear
+from deepinfer.kernels.cpu_weights import WeightMemory, pack_experts, pack_linear
 from deepinfer.kernels.interface import (
+    AttentionWeights,
     Candidates,
     Experts,
     HyperConnectionWeights,
     Linear,
     Mix,
+    MixtureWeights,
     Norm,
     Numerics,
     Rotation,
@@ -69,6 +75,26 @@ class _Seam(ctypes.Structure):
     ]
 
 
+class _AttentionWeights(ctypes.Structure):
+    _fields_ = [
+        *[(n, _Pointer) for n in ("wqkv_a", "wq_b", "wo_a", "wo_b", "q_norm", "kv_norm", "sink")],
+        *[(n, ctypes.c_float) for n in ("q_eps", "kv_eps")],
+        ("groups", _Long),
+    ]
+
+
+class _Mixture(ctypes.Structure):
+    _fields_ = [
+        *[
+            (n, _Pointer)
+            for n in ("gate", "gate_up", "down", "shared_gate_up", "shared_down", "bias")
+        ],
+        ("image_bias", _Pointer),
+        *[(n, _Long) for n in ("E", "F", "shared_F", "A")],
+        *[(n, ctypes.c_float) for n in ("scaling", "limit")],
+    ]
+
+
 class _Attention(ctypes.Structure):
     _fields_ = [
         *[(n, _Pointer) for n in ("q", "sink", "cos", "sin", "step", "history", "window", "slots")],
@@ -101,18 +127,18 @@ class _Experts(ctypes.Structure):
         *[(n, _Pointer) for n in ("x", "weights", "ids", "gate_up", "down")],
         *[(n, _Long) for n in ("T", "A", "E", "F", "M")],
         ("limit", ctypes.c_float),
-        *[(n, ctypes.c_int32) for n in ("served", "quantized")],
+        ("served", ctypes.c_int32),
         ("out", _Pointer),
     ]
 
 
 _SIGNATURES = {  # of the functions in cpu.c: p pointer, l int64, i int, f float
-    "di_linear": "pllplip",
-    "di_quantize_rows": "plllp",
+    "di_linear": "pllpliip",
     "di_rms_norm": "plllpfip",
     "di_mix_streams": "pplllip",
     "di_hc_post": "ppppplp",
     "di_hc_pre": "ppplpppp",
+    "di_hc_seam": "pppppplppppp",
     "di_rotation": "ppllpp",
     "di_rotate": "pllllppliip",
     "di_records": "pllpfpplipp",
@@ -120,10 +146,13 @@ _SIGNATURES = {  # of the functions in cpu.c: p pointer, l int64, i int, f float
     "di_pool_pairs": "pllpplplppplip",
     "di_index_queries": "plllppliip",
     "di_attention": "p",
+    "di_latents": "ppllipp",
+    "di_attend": "ppplplpplp",
     "di_select": "p",
     "di_route": "pllppplfpp",
     "di_experts": "p",
     "di_combine": "pplllip",
+    "di_mixture": "pplpippp",
     "di_engram_gate": "ppppplllfip",
 }
 _C_TYPES = {"p": _Pointer, "l": _Long, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -175,6 +204,9 @@ class CpuKernels(ReferenceKernels):
         self._library = _declare(library)
         self._num_threads = ctypes.c_int.in_dll(library, "di_threads")
         self._served = int(numerics == "served")
+        self._memory = WeightMemory()
+        # what the C code reads about a group of weights, made once for each
+        self._described: WeakKeyDictionary[Any, ctypes.Structure] = WeakKeyDictionary()
 
     @property
     def _c(self) -> ctypes.CDLL:
@@ -186,44 +218,46 @@ class CpuKernels(ReferenceKernels):
 
     def prepare_linear(self, parts: Sequence[StoredTensor]) -> Linear:
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        return Linear(n, k, any(part.kind != "plain" for part in parts), pack_linear(parts))
+        return Linear(
+            n, k, any(part.kind != "plain" for part in parts), pack_linear(self._memory, parts)
+        )
 
     def prepare_experts(
         self, experts: Iterable[tuple[StoredTensor, StoredTensor, StoredTensor]], num_experts: int
     ) -> Experts:
-        gate_up, down, width, quantized = pack_experts(experts, num_experts)
+        gate_up, down, width, quantized = pack_experts(self._memory, experts, num_experts)
         return Experts(num_experts, width, quantized, (gate_up, down))
 
-    def _input(self, x_tk: torch.Tensor, quantizes: bool) -> torch.Tensor:
-        """Rows as the C code takes them, quantised where `served` does so."""
-        x_tk = _rows(x_tk)
-        if not (self._served and quantizes):
-            return x_tk
-        out = torch.empty(x_tk.shape, dtype=torch.float32)
-        t, k = x_tk.shape
-        self._c.di_quantize_rows(x_tk.data_ptr(), x_tk.stride(0), t, k, out.data_ptr())
-        return out
+    def prepare_tensor(
+        self, stored: StoredTensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        made = super().prepare_tensor(stored, dtype)
+        return self._memory.empty(made.shape, made.dtype).copy_(made)
 
     def linear(
         self, x_tk: torch.Tensor, weight: Linear, *, wide: bool = False, is_quantized: bool = False
     ) -> torch.Tensor:
-        x_tk = self._input(x_tk, weight.quantizes_input and not is_quantized)
-        return self._run_linear(x_tk, weight, 1, self._served and not wide)
+        served = self._served
+        return self._run_linear(x_tk, weight, 1, served and not is_quantized, served and not wide)
 
     def grouped_linear(self, x_tg: torch.Tensor, weight: Linear, num_groups: int) -> torch.Tensor:
-        x_tg = _rows(x_tg)
-        if self._served and weight.quantizes_input:  # groups of 32 do not cross the row blocks
-            t, k = x_tg.shape
-            x_tg = self._input(x_tg.reshape(t * num_groups, k // num_groups), True).view(t, k)
-        return self._run_linear(x_tg, weight, num_groups, self._served)
+        return self._run_linear(x_tg, weight, num_groups, self._served, self._served)
 
     def _run_linear(
-        self, x_tk: torch.Tensor, weight: Linear, groups: int, rounds: int
+        self, x_tk: torch.Tensor, weight: Linear, groups: int, quantizes: int, rounds: int
     ) -> torch.Tensor:
+        x_tk = _rows(x_tk)
         t = x_tk.shape[0]
-        out = torch.empty((t, weight.out_features), dtype=torch.float32)
+        out = x_tk.new_empty(t, weight.out_features)
         self._c.di_linear(
-            x_tk.data_ptr(), x_tk.stride(0), t, weight.data.address, groups, rounds, out.data_ptr()
+            x_tk.data_ptr(),
+            x_tk.stride(0),
+            t,
+            weight.data.address,
+            groups,
+            quantizes,
+            rounds,
+            out.data_ptr(),
         )
         return out
 
@@ -231,8 +265,8 @@ class CpuKernels(ReferenceKernels):
 
     def rms_norm(self, x_td: torch.Tensor, norm: Norm) -> torch.Tensor:
         x_td = _rows(x_td)
-        out = torch.empty(x_td.shape, dtype=torch.float32)
         t, d = x_td.shape
+        out = x_td.new_empty(t, d)
         self._c.di_rms_norm(
             x_td.data_ptr(),
             x_td.stride(0),
@@ -264,13 +298,36 @@ class CpuKernels(ReferenceKernels):
         self, x_tcm: torch.Tensor, pre_tc: torch.Tensor, weights: HyperConnectionWeights, norm: Norm
     ) -> tuple[torch.Tensor, Mix]:
         x_tcm, pre_tc = _whole(x_tcm), _whole(pre_tc)
-        seam = self._seam(weights, norm, x_tcm)
-        return self._enter(ctypes.addressof(seam), x_tcm, pre_tc)
+        t, c, m = x_tcm.shape
+        u, mix = x_tcm.new_empty(t, m), _empty_mix(x_tcm)
+        self._c.di_hc_pre(
+            self._seam(weights, norm, c, m),
+            x_tcm.data_ptr(),
+            pre_tc.data_ptr(),
+            t,
+            u.data_ptr(),
+            mix.pre_tc.data_ptr(),
+            mix.post_tc.data_ptr(),
+            mix.comb_tcc.data_ptr(),
+        )
+        return u, mix
 
     def hc_post(self, y_tm: torch.Tensor, x_tcm: torch.Tensor, mix: Mix) -> torch.Tensor:
-        x_tcm = _whole(x_tcm)
-        seam = _Seam(served=self._served, C=x_tcm.shape[1], M=x_tcm.shape[2])
-        return self._leave(ctypes.addressof(seam), y_tm, x_tcm, mix)
+        y_tm, x_tcm = _whole(y_tm), _whole(x_tcm)
+        post, comb = _whole(mix.post_tc), _whole(mix.comb_tcc)
+        t, c, m = x_tcm.shape
+        seam = _Seam(served=self._served, C=c, M=m)
+        out = torch.empty((t, c, m), dtype=torch.float32)
+        self._c.di_hc_post(
+            ctypes.addressof(seam),
+            y_tm.data_ptr(),
+            x_tcm.data_ptr(),
+            post.data_ptr(),
+            comb.data_ptr(),
+            t,
+            out.data_ptr(),
+        )
+        return out
 
     def hc_seam(
         self,
@@ -280,60 +337,45 @@ class CpuKernels(ReferenceKernels):
         weights: HyperConnectionWeights,
         norm: Norm,
     ) -> tuple[torch.Tensor, torch.Tensor, Mix]:
-        x_tcm = _whole(x_tcm)
-        seam = self._seam(weights, norm, x_tcm)
-        x_tcm = self._leave(ctypes.addressof(seam), y_tm, x_tcm, mix)
-        return x_tcm, *self._enter(ctypes.addressof(seam), x_tcm, _whole(mix.pre_tc))
-
-    def _enter(
-        self, seam: int, x_tcm: torch.Tensor, pre_tc: torch.Tensor
-    ) -> tuple[torch.Tensor, Mix]:
-        """Input and mix of the sub-layer that the structure at `seam` describes."""
+        y_tm, x_tcm = _whole(y_tm), _whole(x_tcm)
+        pre, post, comb = _whole(mix.pre_tc), _whole(mix.post_tc), _whole(mix.comb_tcc)
         t, c, m = x_tcm.shape
-        f32 = torch.float32
-        u, pre = torch.empty((t, m), dtype=f32), torch.empty((t, c), dtype=f32)
-        post, comb = torch.empty((t, c), dtype=f32), torch.empty((t, c, c), dtype=f32)
-        self._c.di_hc_pre(
-            seam,
+        out, u, new = x_tcm.new_empty(t, c, m), x_tcm.new_empty(t, m), _empty_mix(x_tcm)
+        self._c.di_hc_seam(
+            self._seam(weights, norm, c, m),
+            y_tm.data_ptr(),
             x_tcm.data_ptr(),
-            pre_tc.data_ptr(),
-            t,
-            u.data_ptr(),
             pre.data_ptr(),
             post.data_ptr(),
             comb.data_ptr(),
-        )
-        return u, Mix(pre, post, comb)
-
-    def _leave(self, seam: int, y_tm: torch.Tensor, x_tcm: torch.Tensor, mix: Mix) -> torch.Tensor:
-        """The streams after a sub-layer's output."""
-        y_tm, post, comb = _whole(y_tm), _whole(mix.post_tc), _whole(mix.comb_tcc)
-        out = torch.empty_like(x_tcm)
-        self._c.di_hc_post(
-            seam,
-            y_tm.data_ptr(),
-            x_tcm.data_ptr(),
-            post.data_ptr(),
-            comb.data_ptr(),
-            x_tcm.shape[0],
+            t,
             out.data_ptr(),
+            u.data_ptr(),
+            new.pre_tc.data_ptr(),
+            new.post_tc.data_ptr(),
+            new.comb_tcc.data_ptr(),
         )
-        return out
+        return out, u, new
 
-    def _seam(self, weights: HyperConnectionWeights, norm: Norm, x_tcm: torch.Tensor) -> _Seam:
-        return _Seam(
-            weights.fn.data_ptr(),
-            weights.base.data_ptr(),
-            weights.scale.data_ptr(),
-            norm.weight_d.data_ptr(),
-            weights.eps,
-            weights.norm_eps,
-            norm.eps,
-            weights.sinkhorn_iters,
-            self._served,
-            x_tcm.shape[1],
-            x_tcm.shape[2],
-        )
+    def _seam(self, weights: HyperConnectionWeights, norm: Norm, c: int, m: int) -> int:
+        """Address of what the C code reads about a sub-layer's mixing."""
+        known = self._described.get(weights)
+        if known is None or known.norm != norm.weight_d.data_ptr():
+            known = _Seam(
+                weights.fn.data_ptr(),
+                weights.base.data_ptr(),
+                weights.scale.data_ptr(),
+                norm.weight_d.data_ptr(),
+                weights.eps,
+                weights.norm_eps,
+                norm.eps,
+                weights.sinkhorn_iters,
+                self._served,
+                c,
+                m,
+            )
+            self._described[weights] = known
+        return ctypes.addressof(known)
 
     # ---- rotation and records ----
 
@@ -538,37 +580,152 @@ class CpuKernels(ReferenceKernels):
         sink_h: torch.Tensor,
         rotation: Rotation,
     ) -> torch.Tensor:
-        q_thd, record_tb, window_tw = _whole(q_thd), record_tb.contiguous(), rows.window_tw
-        slots_tk = selection.slots_tk if selection is not None else window_tw[:, :0]
+        q_thd, record_tb = _whole(q_thd), record_tb.contiguous()
         ring = _pool(window.data, window.format)
         others = _pool(entries.data, entries.format) if entries is not None else None
-        t, h, d = q_thd.shape
-        out = torch.empty((t, h, d), dtype=torch.float32)
-        arguments = _Attention(
-            q_thd.data_ptr(),
-            sink_h.data_ptr(),
-            rotation.cos_tr.data_ptr(),
+        arguments = self._attention(q_thd.shape, rows, ring, others, selection, rotation)
+        out = torch.empty(q_thd.shape, dtype=torch.float32)
+        arguments.q, arguments.sink = q_thd.data_ptr(), sink_h.data_ptr()
+        arguments.step, arguments.out = record_tb.data_ptr(), out.data_ptr()
+        self._c.di_attention(ctypes.addressof(arguments))
+        return out
+
+    def _attention(
+        self,
+        shape: Sequence[int],
+        rows: Rows,
+        ring: _Pool,
+        others: _Pool | None,
+        selection: Selection | None,
+        rotation: Rotation,
+    ) -> _Attention:
+        """Everything but queries, sink, the step's own records and the result."""
+        window_tw, history_x, cos_tr = rows.window_tw, rows.history_slots_x, rotation.cos_tr
+        slots_tk = selection.slots_tk if selection is not None else window_tw[:, :0]
+        return _Attention(
+            None,
+            None,
+            cos_tr.data_ptr(),
             rotation.sin_tr.data_ptr(),
-            record_tb.data_ptr(),
-            rows.history_slots_x.data_ptr(),
+            None,
+            history_x.data_ptr(),
             window_tw.data_ptr(),
             slots_tk.data_ptr(),
             ctypes.addressof(ring),
             ctypes.addressof(others) if others is not None else None,
-            t,
-            h,
-            d,
-            rotation.cos_tr.shape[1],
-            rows.history_slots_x.shape[0],
+            *shape,
+            cos_tr.shape[1],
+            history_x.shape[0],
             window_tw.shape[1],
             slots_tk.shape[1],
             self._served,
+            None,
+        )
+
+    def attention_latents(
+        self, x_tm: torch.Tensor, weights: AttentionWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x_tm = _rows(x_tm)
+        t, rank = x_tm.shape[0], weights.wq_b.in_features
+        qa = x_tm.new_empty(t, rank)
+        kv = x_tm.new_empty(t, weights.wqkv_a.out_features - rank)
+        self._c.di_latents(
+            self._attention_weights(weights),
+            x_tm.data_ptr(),
+            x_tm.stride(0),
+            t,
+            self._served,
+            qa.data_ptr(),
+            kv.data_ptr(),
+        )
+        return qa, kv
+
+    def attend(
+        self,
+        qa_tq: torch.Tensor,
+        kv_td: torch.Tensor,
+        weights: AttentionWeights,
+        rows: Rows,
+        window: Pool,
+        entries: Pool | None,
+        selection: Selection | None,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        qa_tq, kv_td, writes = _rows(qa_tq), _rows(kv_td), rows.window_writes
+        t, (h, d) = qa_tq.shape[0], (weights.num_heads, kv_td.shape[1])
+        ring = _pool(window.data, window.format)
+        others = _pool(entries.data, entries.format) if entries is not None else None
+        arguments = self._attention((t, h, d), rows, ring, others, selection, rotation)
+        out = qa_tq.new_empty(t, weights.wo_b.out_features)
+        self._c.di_attend(
+            self._attention_weights(weights),
+            ctypes.addressof(arguments),
+            qa_tq.data_ptr(),
+            qa_tq.stride(0),
+            kv_td.data_ptr(),
+            kv_td.stride(0),
+            writes.source_m.data_ptr(),
+            writes.slot_m.data_ptr(),
+            writes.slot_m.shape[0],
             out.data_ptr(),
         )
-        self._c.di_attention(ctypes.addressof(arguments))
         return out
 
+    def _attention_weights(self, weights: AttentionWeights) -> int:
+        """Address of what the C code reads about them."""
+        known = self._described.get(weights)
+        if known is None:
+            linears = (weights.wqkv_a, weights.wq_b, weights.wo_a, weights.wo_b)
+            known = self._described[weights] = _AttentionWeights(
+                *[linear.data.address for linear in linears],
+                weights.q_norm.weight_d.data_ptr(),
+                weights.kv_norm.weight_d.data_ptr(),
+                weights.sink_h.data_ptr(),
+                weights.q_norm.eps,
+                weights.kv_norm.eps,
+                weights.num_groups,
+            )
+        return ctypes.addressof(known)
+
     # ---- experts ----
+
+    def mixture_of_experts(
+        self, x_tm: torch.Tensor, weights: MixtureWeights, is_image_t: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_tm, is_image_t = _whole(x_tm), is_image_t.contiguous()
+        t, m = x_tm.shape
+        out, weight = x_tm.new_empty(t, m), x_tm.new_empty(t, weights.topk)
+        ids = torch.empty((t, weights.topk), dtype=torch.int64)
+        self._c.di_mixture(
+            self._mixture(weights),
+            x_tm.data_ptr(),
+            t,
+            is_image_t.data_ptr(),
+            self._served,
+            ids.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+        )
+        return out, ids, weight
+
+    def _mixture(self, weights: MixtureWeights) -> int:
+        """Address of what the C code reads about them."""
+        known = self._described.get(weights)
+        if known is None:
+            routed, shared, image_bias = weights.routed, weights.shared, weights.image_bias_e
+            known = self._described[weights] = _Mixture(
+                weights.gate.data.address,
+                *[matrix.address for matrix in (*routed.data, *shared.data)],
+                weights.bias_e.data_ptr(),
+                image_bias.data_ptr() if image_bias is not None else None,
+                routed.num_experts,
+                routed.width,
+                shared.width,
+                weights.topk,
+                weights.scaling,
+                weights.limit,
+            )
+        return ctypes.addressof(known)
 
     def route(
         self,
@@ -621,8 +778,7 @@ class CpuKernels(ReferenceKernels):
         experts: Experts,
         limit: float,
     ) -> torch.Tensor:
-        x_tm = self._input(x_tm, experts.quantizes_input).contiguous()
-        gate_up, down = experts.data
+        x_tm, (gate_up, down) = _whole(x_tm), experts.data
         (t, m), a = x_tm.shape, ids_ta.shape[1] if ids_ta is not None else 1
         out = torch.empty((t, a, m), dtype=torch.float32)
         arguments = _Experts(
@@ -638,7 +794,6 @@ class CpuKernels(ReferenceKernels):
             m,
             limit,
             self._served,
-            self._served and experts.quantizes_input,
             out.data_ptr(),
         )
         self._c.di_experts(ctypes.addressof(arguments))
@@ -681,6 +836,11 @@ class CpuKernels(ReferenceKernels):
             out.data_ptr(),
         )
         return out
+
+
+def _empty_mix(x_tcm: torch.Tensor) -> Mix:
+    t, c, _ = x_tcm.shape
+    return Mix(x_tcm.new_empty(t, c), x_tcm.new_empty(t, c), x_tcm.new_empty(t, c, c))
 
 
 def _pool(data: torch.Tensor, fmt: RecordFormat) -> _Pool:

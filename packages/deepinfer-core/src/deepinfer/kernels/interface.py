@@ -35,12 +35,14 @@ from deepinfer.kernels.records import Pool
 from deepinfer.step import EntryWrites, Rows
 
 __all__ = [
+    "AttentionWeights",
     "Candidates",
     "Experts",
     "HyperConnectionWeights",
     "Kernels",
     "Linear",
     "Mix",
+    "MixtureWeights",
     "Norm",
     "Numerics",
     "Rotation",
@@ -81,7 +83,11 @@ class Norm:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
+# Groups of weights are compared by identity, and may be keys of a platform's weak dictionary: what
+# it makes of a group is made once.
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HyperConnectionWeights:
     """Mixing weights of one sub-layer, float32, and the constants of their formula (docs/model.md
     2.3).
@@ -98,6 +104,38 @@ class HyperConnectionWeights:
     norm_eps: float
     """Epsilon of the mean square of the flattened streams."""
     sinkhorn_iters: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class AttentionWeights:
+    """What every attention sub-layer has, drafts included (docs/model.md 3)."""
+
+    num_heads: int
+    num_groups: int
+    """Groups of the output projection."""
+    wqkv_a: Linear
+    """Query down-projection rows (Q), then the rows of the shared key and value (D)."""
+    q_norm: Norm
+    wq_b: Linear
+    kv_norm: Norm
+    sink_h: torch.Tensor
+    wo_a: Linear
+    wo_b: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class MixtureWeights:
+    """Router, routed experts and the shared expert of one layer (docs/model.md 4)."""
+
+    topk: int
+    scaling: float
+    limit: float
+    gate: Linear
+    bias_e: torch.Tensor
+    image_bias_e: torch.Tensor | None
+    """Draft layers have none: they always use the text bias."""
+    routed: Experts
+    shared: Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +408,55 @@ class Kernels(ABC):
         The sink is a raw logit that only enters the denominator. A row without any key gives 0.
         """
 
+    # ---- the attention sub-layer; platforms fuse what it is made of ----
+
+    def attention_latents(
+        self, x_tm: torch.Tensor, weights: AttentionWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised query latent (T, Q) and raw key-value (T, D) of an attention input."""
+        rank = weights.wq_b.in_features
+        both_te = self.linear(x_tm, weights.wqkv_a)
+        return self.rms_norm(both_te[:, :rank], weights.q_norm), both_te[:, rank:]
+
+    def attend(
+        self,
+        qa_tq: torch.Tensor,
+        kv_td: torch.Tensor,
+        weights: AttentionWeights,
+        rows: Rows,
+        window: Pool,
+        entries: Pool | None,
+        selection: Selection | None,
+        rotation: Rotation,
+    ) -> torch.Tensor:
+        """Attention output (T, M) from what `attention_latents` gives. Writes the step's newest
+        window keys into `window` once all have been read.
+        """
+        q_thd = self.linear(qa_tq, weights.wq_b).unflatten(-1, (weights.num_heads, -1))
+        q_thd = self.rotate(q_thd, rotation)
+        record_tb = self.window_records(kv_td, weights.kv_norm, rotation, window)
+        o_thd = self.attention(
+            q_thd, record_tb, rows, window, entries, selection, weights.sink_h, rotation
+        )
+        self.store_window(record_tb, rows, window)
+        z_tg = self.grouped_linear(o_thd.flatten(1), weights.wo_a, weights.num_groups)
+        return self.linear(z_tg, weights.wo_b)
+
     # ---- experts (docs/model.md 4) ----
+
+    def mixture_of_experts(
+        self, x_tm: torch.Tensor, weights: MixtureWeights, is_image_t: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output (T, M), and what `route` chose: experts (T, A) and their weights. Platforms fuse
+        the steps.
+        """
+        w = weights
+        ids_ta, weight_ta = self.route(
+            x_tm, w.gate, w.bias_e, w.image_bias_e, is_image_t, w.topk, w.scaling
+        )
+        shared_tm = self.shared_expert(x_tm, w.shared, w.limit)
+        routed_tam = self.routed_experts(x_tm, ids_ta, weight_ta, w.routed, w.limit)
+        return self.combine_experts(shared_tm, routed_tam), ids_ta, weight_ta
 
     @abstractmethod
     def route(

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 
 from deepinfer.cache.pools import CachePools
-from deepinfer.kernels.interface import HyperConnectionWeights, Kernels, Linear, Norm
-from deepinfer.model.attention import AttentionCore
+from deepinfer.kernels.interface import (
+    AttentionWeights,
+    HyperConnectionWeights,
+    Kernels,
+    Linear,
+    Norm,
+)
+from deepinfer.model.attention import read_attention
 from deepinfer.model.experts import MixtureOfExperts
 from deepinfer.model.forward import Forward
 from deepinfer.model.hyper_connection import Streams
@@ -32,7 +38,7 @@ class DraftLayer:
     """Its window ring in `CachePools.window`."""
     attn_hc: HyperConnectionWeights
     attn_norm: Norm
-    attention: AttentionCore
+    attention: AttentionWeights
     ffn_hc: HyperConnectionWeights
     ffn_norm: Norm
     ffn: MixtureOfExperts
@@ -47,7 +53,7 @@ class DraftLayer:
             window_index=layer,
             attn_hc=reader.hyper_connection(f"{prefix}.hc_attn"),
             attn_norm=reader.norm(f"{prefix}.attn_norm"),
-            attention=AttentionCore.load(reader, f"{prefix}.attn"),
+            attention=read_attention(reader, f"{prefix}.attn"),
             ffn_hc=reader.hyper_connection(f"{prefix}.hc_ffn"),
             ffn_norm=reader.norm(f"{prefix}.ffn_norm"),
             ffn=MixtureOfExperts.load(
@@ -114,7 +120,7 @@ class DSpark:
         rotation = k.rotation(rows.positions_t, self.frequencies)
         for layer in self.layers:
             window = fwd.cache.window[layer.window_index]
-            _, kv_td = layer.attention.project(k, context_tm)
+            _, kv_td = k.attention_latents(context_tm, layer.attention)
             k.store_window(
                 k.window_records(kv_td, layer.attention.kv_norm, rotation, window), rows, window
             )
@@ -132,9 +138,11 @@ class DSpark:
         rotation = k.rotation(rows.positions_t, self.frequencies)
         for layer in self.layers:
             x_tm = streams.enter(layer.attn_hc, layer.attn_norm)
-            qa_tq, kv_td = layer.attention.project(k, x_tm)
+            qa_tq, kv_td = k.attention_latents(x_tm, layer.attention)
             window = cache.window[layer.window_index]
-            streams.leave(layer.attention.attend(k, qa_tq, kv_td, rows, rotation, window))
+            streams.leave(
+                k.attend(qa_tq, kv_td, layer.attention, rows, window, None, None, rotation)
+            )
             u_tm = streams.enter(layer.ffn_hc, layer.ffn_norm)
             streams.leave(layer.ffn(k, u_tm, rows.is_image_t, _silent))
         return streams.output()

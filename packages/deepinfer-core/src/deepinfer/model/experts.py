@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepinfer.kernels.interface import Experts, Kernels, Linear
+from deepinfer.kernels.interface import Kernels, MixtureWeights
 from deepinfer.model.forward import Trace
 from deepinfer.model.weights import WeightReader
 
@@ -20,15 +20,7 @@ class MixtureOfExperts:
     """Router, routed experts and the shared expert."""
 
     layer: int
-    topk: int
-    scaling: float
-    limit: float
-    gate: Linear
-    bias_e: torch.Tensor
-    image_bias_e: torch.Tensor | None
-    """Draft layers have none: they always use the text bias."""
-    routed: Experts
-    shared: Experts
+    weights: MixtureWeights
 
     @classmethod
     def load(
@@ -41,8 +33,7 @@ class MixtureOfExperts:
         *,
         uses_image_bias: bool,
     ) -> MixtureOfExperts:
-        return cls(
-            layer=layer,
+        weights = MixtureWeights(
             topk=topk,
             scaling=reader.config.routed_scaling_factor,
             limit=reader.config.swiglu_limit,
@@ -52,17 +43,13 @@ class MixtureOfExperts:
             routed=reader.experts(f"{prefix}.experts", num_experts),
             shared=reader.shared_expert(f"{prefix}.shared_experts"),
         )
+        return cls(layer, weights)
 
     def __call__(
         self, k: Kernels, x_tm: torch.Tensor, is_image_t: torch.Tensor, trace: Trace
     ) -> torch.Tensor:
         """Output (T, M) of the normalised input (T, M)."""
-        ids_ta, weight_ta = k.route(
-            x_tm, self.gate, self.bias_e, self.image_bias_e, is_image_t, self.topk, self.scaling
-        )
+        y_tm, ids_ta, weight_ta = k.mixture_of_experts(x_tm, self.weights, is_image_t)
         trace("experts", self.layer, ids_ta)
         trace("expert_weights", self.layer, weight_ta)
-        shared_tm = k.shared_expert(x_tm, self.shared, self.limit)
-        return k.combine_experts(
-            shared_tm, k.routed_experts(x_tm, ids_ta, weight_ta, self.routed, self.limit)
-        )
+        return y_tm

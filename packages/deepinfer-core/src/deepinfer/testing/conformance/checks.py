@@ -21,6 +21,7 @@ from deepinfer.testing.conformance.ops_experts import expert_cases
 from deepinfer.testing.conformance.ops_linears import linear_cases
 from deepinfer.testing.conformance.ops_select import select_cases
 from deepinfer.testing.conformance.ops_streams import stream_cases
+from deepinfer.testing.conformance.ops_sublayers import sublayer_cases
 from deepinfer.testing.conformance.tolerances import Tolerance, tolerance_of
 
 __all__ = [
@@ -52,6 +53,7 @@ def all_cases(*, quick: bool = False, ops: Iterable[str] | None = None) -> list[
         entry_cases,
         select_cases,
         expert_cases,
+        sublayer_cases,
         engram_cases,
     )
     cases = [case for group in groups for case in group()]

@@ -16,7 +16,15 @@ from deepinfer.testing.conformance.base import OpCase, Outcome, Problem, generat
 from deepinfer.testing.conformance.layouts import Layout, bits_of, place
 from deepinfer.testing.conformance.row_problem import RowProblem, activation, own
 from deepinfer.testing.conformance.rules import Rule, close, near_records, same_records
-from deepinfer.testing.conformance.scene import KV_FORMATS, Scene, Seq, Step, empty_pool, fill
+from deepinfer.testing.conformance.scene import (
+    KV_FORMATS,
+    Part,
+    Scene,
+    Seq,
+    Step,
+    empty_pool,
+    fill,
+)
 from deepinfer.testing.conformance.scene_problem import (
     SceneProblem,
     feed,
@@ -27,7 +35,14 @@ from deepinfer.testing.conformance.scene_problem import (
 )
 from deepinfer.testing.conformance.weights import norm, normal, plain
 
-__all__ = ["attention_cases", "exact_keys", "exact_rotation"]
+__all__ = [
+    "BLOCKS",
+    "MIXED",
+    "AttentionProblem",
+    "attention_cases",
+    "exact_keys",
+    "exact_rotation",
+]
 
 
 @dataclass
@@ -94,16 +109,20 @@ class AttentionProblem(SceneProblem):
         hole_tw = ((unit_t1 * 7 + column) % 5 == 0) | (unit_t1 % 6 == 5)
         return replace(rows, window_tw=rows.window_tw.masked_fill(hole_tw, 0))
 
+    def _seen(self, part: Part) -> range:
+        """Positions before a part that some row of it sees."""
+        scene, seq = self.scene, self.scene.seqs[part.seq]
+        reach = scene.window if self.is_draft else scene.window - 1
+        first = max(0, part.start - reach, seq.window_start)
+        return range(first, part.start if part.count else first)
+
     def _window(self, kernels: Kernels, step: Step) -> Pool:
         scene = self.scene
         pool = empty_pool(
             kernels, scene.layout.window_format, scene.num_slots * scene.layout.ring_rows
         )
         for part in step:
-            seq = scene.seqs[part.seq]
-            reach = scene.window if self.is_draft else scene.window - 1
-            first = max(0, part.start - reach, seq.window_start)
-            seen = range(first, part.start if part.count else first)
+            seen = self._seen(part)
             if len(seen):
                 slots = [scene.ring_row(part.seq, p) for p in seen]
                 fill(pool, slots, self.keys[part.seq][seen.start : seen.stop])
@@ -226,7 +245,7 @@ def spread_weights(g: torch.Generator, dim: int) -> torch.Tensor:
 
 
 def _store_window(_: int, kv_format: KvFormat) -> Problem:
-    return StoreWindowProblem(Scene((*_MIXED, Seq(3, 40)), kv_format=kv_format))
+    return StoreWindowProblem(Scene((*MIXED, Seq(3, 40)), kv_format=kv_format))
 
 
 def _window_records(seed: int, fmt: RecordFormat, rotary: int, *, is_exact: bool) -> Problem:
@@ -251,10 +270,10 @@ def _window_records(seed: int, fmt: RecordFormat, rotary: int, *, is_exact: bool
     )
 
 
-_MIXED = (Seq(0, 8), Seq(30, 30), Seq(9, 20), Seq(0, 0), Seq(126, 135), Seq(7, 9))
+MIXED = (Seq(0, 8), Seq(30, 30), Seq(9, 20), Seq(0, 0), Seq(126, 135), Seq(7, 9))
 """Whole prompt, decode row, chunk with a past, first token, chunk over a block's end, few rows."""
 _LONG = (Seq(0, 140), Seq(131, 133), Seq(200, 260, 203))
-_BLOCKS = (Seq(0, 4), Seq(3, 7), Seq(40, 44), Seq(129, 133, 127))
+BLOCKS = (Seq(0, 4), Seq(3, 7), Seq(40, 44), Seq(129, 133, 127))
 """Draft blocks: at the start, with less than a window before them, with more, with a cut one."""
 
 
@@ -265,7 +284,7 @@ def attention_cases() -> list[OpCase]:
     def add(
         name: str, make: Callable[[Scene], Problem], *, quick: bool = True, **scene: Any
     ) -> None:
-        seqs = scene.pop("seqs", _MIXED)
+        seqs = scene.pop("seqs", MIXED)
         kv_format: KvFormat = scene.get("kv_format", "v41")
         cases.append(
             OpCase("attention", name, lambda _: make(Scene(seqs, **scene)), kv_format, quick)
@@ -278,7 +297,7 @@ def attention_cases() -> list[OpCase]:
         add(two, lambda s: AttentionProblem(s, 4, ratio=2), kv_format=kv, quick=kv == "v41")
     add("holes, rows without a key", lambda s: AttentionProblem(s, ratio=1, has_holes=True))
     add("holes, none", lambda s: AttentionProblem(s, has_holes=True), kv_format="none")
-    add("draft blocks", lambda s: AttentionProblem(s, 2, is_draft=True), seqs=_BLOCKS)
+    add("draft blocks", lambda s: AttentionProblem(s, 2, is_draft=True), seqs=BLOCKS)
     add("fp8 entries", lambda s: AttentionProblem(s, 1, ratio=1), has_fp4_entries=False)
     add("1 head", lambda s: AttentionProblem(s, 1, ratio=1, topk=1), window=1)
     add("8 heads, dim 80", lambda s: AttentionProblem(s, 8, ratio=1), dim=80, window=12)
@@ -303,7 +322,7 @@ def attention_cases() -> list[OpCase]:
             )
         )
         for dim, rotary in ((64, 8), (128, 32)):
-            fmt = Scene(_MIXED, dim=dim, kv_format=kv).layout.window_format
+            fmt = Scene(MIXED, dim=dim, kv_format=kv).layout.window_format
             cases.append(
                 OpCase(
                     "window_records",
@@ -315,7 +334,7 @@ def attention_cases() -> list[OpCase]:
     others: tuple[tuple[int, KvFormat], ...]
     others = ((96, "v41"), (72, "v41"), (64, "bf16"), (37, "none"))
     for dim, kv in others:
-        fmt = Scene(_MIXED, dim=dim, kv_format=kv).layout.window_format
+        fmt = Scene(MIXED, dim=dim, kv_format=kv).layout.window_format
         cases.append(
             OpCase(
                 "window_records",

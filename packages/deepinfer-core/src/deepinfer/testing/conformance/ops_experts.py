@@ -30,7 +30,7 @@ from deepinfer.testing.conformance.weights import (
     stored,
 )
 
-__all__ = ["expert_cases"]
+__all__ = ["expert_cases", "expert_matrices", "prepared_experts"]
 
 _ROWS = 129
 _SCALING, _LIMIT = 1.5, 1.25
@@ -131,14 +131,14 @@ def _route(
 _Matrices = list[tuple[StoredTensor, StoredTensor, StoredTensor]]
 
 
-def _matrices(g: torch.Generator, form: Form, count: int, width: int, m: int) -> _Matrices:
+def expert_matrices(g: torch.Generator, form: Form, count: int, width: int, m: int) -> _Matrices:
     def one(n: int, k: int, scale: float) -> StoredTensor:
         return stored(normal(g, n, k, scale=scale * k**-0.5), form)
 
     return [(one(width, m, 1.0), one(width, m, 1.5), one(m, width, 1.0)) for _ in range(count)]
 
 
-def _prepared(k: Kernels, matrices: _Matrices) -> Experts:
+def prepared_experts(k: Kernels, matrices: _Matrices) -> Experts:
     def each() -> Iterator[tuple[StoredTensor, StoredTensor, StoredTensor]]:
         for gate, up, down in matrices:
             yield clone(gate), clone(up), clone(down)
@@ -155,7 +155,7 @@ def _routed(
     seed: int, form: Form, experts: int, slots: int, width: int, m: int, *, kind: str = "mixed"
 ) -> Problem:
     g = generator(seed)
-    matrices = _matrices(g, form, experts, width, m)
+    weights = expert_matrices(g, form, experts, width, m)
     ids = torch.rand(_ROWS, experts, generator=g).argsort(dim=1)[:, :slots]
     if kind == "mixed":
         ids[2::5, 0] = -1
@@ -171,7 +171,7 @@ def _routed(
             "ids": RowInput(ids, "index", is_movable=False),
             "weight": own(weight),
         },
-        lambda k: _prepared(k, matrices),
+        lambda k: prepared_experts(k, weights),
         lambda k, made, x: {"y": k.routed_experts(x["x"], x["ids"], x["weight"], made, _LIMIT)},
         {"y": close()},
     )
@@ -179,11 +179,11 @@ def _routed(
 
 def _shared(seed: int, form: Form, width: int, m: int) -> Problem:
     g = generator(seed)
-    matrices = _matrices(g, form, 1, width, m)
+    weights = expert_matrices(g, form, 1, width, m)
     return RowProblem(
         "shared_expert",
         {"x": activation(normal(g, _ROWS, m, scale=1.5))},
-        lambda k: _prepared(k, matrices),
+        lambda k: prepared_experts(k, weights),
         lambda k, made, x: {"y": k.shared_expert(x["x"], made, _LIMIT)},
         {"y": close()},
     )
