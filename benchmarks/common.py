@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import platform
+import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,3 +40,19 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def save_rows(question: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows to the results of a question on this machine, dated."""
+    label = re.sub(r"\W+", "-", f"{cpu_name()}-{torch.get_num_threads()}-threads").lower()
+    path = Path(__file__).parent / "results" / question / f"{label}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, ["date", *names], restval="")
+        if fresh:
+            writer.writeheader()
+        for row in rows:
+            short = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow({"date": time.strftime("%Y-%m-%d")} | short)

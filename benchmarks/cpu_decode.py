@@ -15,27 +15,28 @@ added to benchmarks/results/cpu_decode/<cpu>.csv with `--save`.
 from __future__ import annotations
 
 import argparse
-import csv
+import inspect
 import json
-import re
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_name, tensor_bytes
+from common import cpu_name, save_rows, tensor_bytes
 
 import deepinfer
 from deepinfer.checkpoint import synthesize
-from deepinfer.engine.loop import generate
 from deepinfer.kernels.cpu import CpuKernels
 from deepinfer.kernels.interface import Kernels
 from deepinfer.kernels.reference import ReferenceKernels
 from deepinfer.model.model import Model
-from deepinfer.outputs import GenerationRequest
+from deepinfer.outputs import RequestOutput
+from deepinfer.sampling_params import SamplingParams
 
 PREFILL = {"bench-tiny": (256, 2048), "bench-small": (512, 2048), "tiny": (256, 2048)}
 PEER = {  # tokens/s of another engine, CPU build, same checkpoint and kind of machine, float32
@@ -72,7 +73,8 @@ def step_bytes(model: Model, batch: int) -> float:
     prompts = [prompt(model, j, 2)[-1:] for j in range(batch)]
     model.full_logits(prompts, trace=trace)
     layers = model.transformer.layers
-    active = {id(x.ffn.routed): len(hit[x.plan.layer]) / x.ffn.routed.num_experts for x in layers}
+    routed = {x.plan.layer: x.ffn.weights.routed for x in layers}
+    active = {id(group): len(hit[layer]) / group.num_experts for layer, group in routed.items()}
     dense = [model.transformer.norm, model.transformer.head]
     return sum(tensor_bytes(part, active) for part in (*layers, *dense))
 
@@ -81,33 +83,40 @@ def prompt(model: Model, j: int, length: int) -> list[int]:
     return [(7 * i + 31 * j + 3) % (model.config.vocab_size - 8) for i in range(length)]
 
 
-def requests(model: Model, batch: int, length: int, outputs: int) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            prompt_token_ids=prompt(model, j, length), max_tokens=outputs, ignore_eos=True
+def generate(
+    model: Model, batch: int, length: int, outputs: int, on_step: Callable[[], None]
+) -> list[RequestOutput]:
+    """Greedy tokens after prompts of one length, all of them together."""
+    llm = deepinfer.LLM(
+        model,
+        max_num_seqs=batch,
+        max_num_batched_tokens=8192,
+        max_model_len=length + outputs,
+    )
+    params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
+    prompts = [prompt(model, j, length) for j in range(batch)]
+    with llm:
+        on_step()
+        return llm.generate(
+            prompt_token_ids=prompts, sampling_params=params, on_progress=lambda _: on_step()
         )
-        for j in range(batch)
-    ]
 
 
 def decode(model: Model, batch: int, outputs: int) -> tuple[list[float], list[list[int]]]:
     """Seconds of each decode step, and the tokens."""
     marks: list[float] = []
     results = generate(
-        model,
-        requests(model, batch, PROMPT_TOKENS, outputs),
-        max_num_batched_tokens=8192,
-        on_progress=lambda _: marks.append(time.perf_counter()),
+        model, batch, PROMPT_TOKENS, outputs, lambda: marks.append(time.perf_counter())
     )
-    steps = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-    return steps, [result.token_ids for result in results]
+    steps = [b - a for a, b in pairwise(marks[1:])]  # the first step is the prefill
+    return steps, [list(result.token_ids) for result in results]
 
 
 def prefill(model: Model, length: int) -> float:
     """Seconds from the prompt to the first token."""
-    start = time.perf_counter()
-    generate(model, requests(model, 1, length, 1), max_num_batched_tokens=8192)
-    return time.perf_counter() - start
+    marks: list[float] = []
+    generate(model, 1, length, 1, lambda: marks.append(time.perf_counter()))
+    return marks[-1] - marks[0]
 
 
 class Shares:
@@ -116,8 +125,8 @@ class Shares:
     def __init__(self, kernels: Kernels) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._depth = 0
-        for name in sorted(Kernels.__abstractmethods__ | {"hc_seam"}):
-            if not name.startswith("prepare"):
+        for name, _ in inspect.getmembers(Kernels, inspect.isfunction):
+            if not name.startswith(("prepare", "_")):
                 setattr(kernels, name, self._timed(name, getattr(kernels, name)))
 
     def _timed(self, name: str, method: Any) -> Any:
@@ -195,21 +204,6 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> list[dict[str,
     return rows
 
 
-def save(rows: list[dict[str, Any]]) -> None:
-    label = re.sub(r"\W+", "-", f"{cpu_name()}-{torch.get_num_threads()}-threads").lower()
-    path = Path(__file__).parent / "results" / "cpu_decode" / f"{label}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, ["date", *names], restval="")
-        if fresh:
-            writer.writeheader()
-        for row in rows:
-            short = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-            writer.writerow({"date": time.strftime("%Y-%m-%d")} | short)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sizes", nargs="*", default=["bench-tiny", "bench-small"])
@@ -229,7 +223,7 @@ def main() -> None:
                 synthesize(folder, config=name, format="served" if name == "tiny" else "plain")
             rows += measure(folder.name, folder, args)
     if args.save:
-        save(rows)
+        save_rows("cpu_decode", rows)
     print(json.dumps(rows))
 
 

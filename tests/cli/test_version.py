@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from deepinfer_cli.version import read_commit
+from deepinfer_cli.version import installed_commit, read_commit
 
 pytestmark = pytest.mark.torchless
 
@@ -50,3 +51,24 @@ def test_no_commit_yet_or_no_repository(tmp_path: Path):
     assert read_commit(tmp_path) is None
     write(tmp_path, ".git/HEAD", "ref: refs/heads/main\n")
     assert read_commit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("note", "commit"),
+    [
+        ({"url": "x", "vcs_info": {"vcs": "git", "commit_id": _COMMIT}}, _COMMIT),
+        ({"url": "file:///x", "dir_info": {"editable": True}}, None),
+        ({"vcs_info": "odd"}, None),
+        (None, None),
+    ],
+    ids=["repository", "folder", "malformed", "index"],
+)
+def test_commit_of_an_installation_from_a_repository(
+    note: dict | None, commit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, "a_dist-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: a-dist\n")
+    if note is not None:
+        write(tmp_path, "a_dist-1.0.dist-info/direct_url.json", json.dumps(note))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed_commit("a-dist") == commit
+    assert installed_commit("no-such-distribution") is None

@@ -142,4 +142,6 @@ def test_the_table_from_formula_to_code_names_what_there_is():
                     assert (SOURCES / path).is_file(), path
                 else:
                     name, code = word.rpartition(".")[2], (SOURCES / path).read_text("utf-8")
-                    assert re.search(rf"(def|class|void|i64) {name}\b", code), f"{path}: {word}"
+                    assert re.search(rf"(def |class |void |i64 |float \*){name}\b", code), (
+                        f"{path}: {word}"
+                    )

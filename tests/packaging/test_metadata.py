@@ -133,7 +133,7 @@ def test_an_extra_brings_its_packages_and_nothing_of_another_platform(
 
 def test_the_table_of_extras_is_complete(distributions):
     extras = set(distributions["deepinfer"].project["optional-dependencies"])
-    assert extras == {"nvidia", "ascend", "moe", "chat", "structured", "plot", "all"}
+    assert extras == {"nvidia", "ascend", "moe", "chat", "metrics", "structured", "plot", "all"}
 
 
 def test_entry_points_lead_to_what_they_name(distributions):

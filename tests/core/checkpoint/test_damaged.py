@@ -24,7 +24,7 @@ from tests.core.checkpoint.small import (
 )
 from tests.core.checkpoint.test_reader import bytes_of, everything, opened
 
-from deepinfer.checkpoint import Checkpoint
+from deepinfer.checkpoint import Checkpoint, verify_checkpoint
 from deepinfer.checkpoint.container import Shard
 from deepinfer.config import ModelConfig
 from deepinfer.errors import CheckpointError, ConfigError
@@ -35,10 +35,13 @@ EXPERT = "layers.2.ffn.experts.1.w3.weight"
 
 
 def problems(folder, **options) -> list[str]:
-    """One line per fault that opening the folder reports."""
+    """One line per fault that opening the folder reports; `verify_checkpoint` reports the same."""
     with pytest.raises(CheckpointError) as caught:
         opened(folder, **options)
     assert str(caught.value).isascii()
+    report = verify_checkpoint(folder, **options)
+    assert report.problems[: len(caught.value.problems)] == tuple(caught.value.problems)
+    assert report.verdict.startswith("damaged: ")
     return caught.value.problems
 
 
@@ -537,7 +540,19 @@ def test_very_many_faults_are_cut_short(tmp_path, served_config):
 
 
 def outcome(folder, wanted: dict) -> str:
-    """``refused`` by name, or ``loaded`` with every value right; anything else fails the test."""
+    """``refused`` by name, or ``loaded`` with every value right; anything else fails the test.
+
+    `verify_checkpoint` must say the same. It alone looks at the total that an index states and at
+    the tokenizer.
+    """
+    came_of_it = _outcome(folder, wanted)
+    problems = verify_checkpoint(folder, full=True).problems
+    others = [line for line in problems if "total_size" not in line and "tokenizer" not in line]
+    assert bool(others) == (came_of_it == "refused")
+    return came_of_it
+
+
+def _outcome(folder, wanted: dict) -> str:
     try:
         config = ModelConfig.from_folder(folder)
         with Checkpoint.open(folder, config) as checkpoint:

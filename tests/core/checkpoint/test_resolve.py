@@ -26,6 +26,8 @@ def test_folder_is_used_as_it_is(tmp_path, monkeypatch):
 def download(monkeypatch, tmp_path):
     """Stands in for the hub; keeps the arguments it was called with."""
     calls = []
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).touch()
 
     def snapshot_download(name, **options):
         calls.append((name, options))
@@ -101,8 +103,8 @@ def test_revision_of_a_folder_is_refused(tmp_path):
         (
             LocalEntryNotFoundError("x"),
             True,
-            "there is no such folder, and as a hub id it is not in the hub's cache; correct the "
-            "path, or run `hf download owner/name`",
+            "there is no such folder, and as a hub id its config.json is not in the hub's cache; "
+            "correct the path, or run `deepinfer download owner/name`",
         ),
         (LocalEntryNotFoundError("x"), False, "neither in the hub's cache nor reachable"),
     ],

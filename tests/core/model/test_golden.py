@@ -16,9 +16,9 @@ from tests.core.model.golden import (
     case_runner,
 )
 
-from deepinfer.engine import generate
 from deepinfer.kernels.reference import ReferenceKernels
-from deepinfer.outputs import GenerationRequest
+from deepinfer.llm import LLM
+from deepinfer.sampling_params import SamplingParams
 
 CASES = all_cases()
 
@@ -181,15 +181,11 @@ def test_greedy_continuation(case: GoldenCase) -> None:
         runner = case_runner(case, case.load(), [0], room=32)
         got = [runner.greedy(0, runner.run([len(case.ids(0))])[0], 32)]
     else:
-        alone = [
-            GenerationRequest(prompt_token_ids=case.ids(n), max_tokens=32, ignore_eos=True)
-            for n in case.numbers
-        ]
-        stranger = GenerationRequest(
-            prompt_token_ids=case.ids(0)[::-1][:11], max_tokens=40, ignore_eos=True
-        )
-        got = [r.token_ids for r in generate(case.load(), alone)]
-        mixed = generate(case.load(), [stranger, *alone], max_num_batched_tokens=23)
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+        prompts = [case.ids(n) for n in case.numbers]
+        stranger = case.ids(0)[::-1][:11]
+        got = [r.token_ids for r in LLM(case.load()).generate(prompts, params)]
+        mixed = LLM(case.load(), max_num_batched_tokens=23).generate([stranger, *prompts], params)
         assert [r.token_ids for r in mixed[1:]] == got
     for number, tokens in zip(case.numbers, got, strict=True):
         want, gaps = case.values[f"{number}.greedy"].tolist(), case.values[f"{number}.greedy_gap"]

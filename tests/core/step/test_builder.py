@@ -6,8 +6,10 @@ import random
 
 import pytest
 from tests.core.model.golden import all_cases
+from tests.core.step.compare import differences
 
 from deepinfer.cache.layout import CacheLayout
+from deepinfer.step.batch import batch_of
 from deepinfer.step.builder import InputBuilder, SequenceRows
 from deepinfer.step.inputs import Rows
 
@@ -151,3 +153,24 @@ def test_draft_rows_all_see_the_block_and_one_window_before_it(start: int) -> No
     for row in range(5):
         assert seen_by(rows, row, [seq]) == want
     assert len(rows.window_writes.slot_m) == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_step_of_single_rows_is_what_the_definition_says(seed: int) -> None:
+    draw, builder = random.Random(seed), InputBuilder(LAYOUT)
+    long = seed % 2  # windows that are all full take another way
+    sequences = []
+    for number in range(draw.randint(1, 6)):
+        start = draw.choice([200, 201, 260] if long else [0, 1, 2, 7, 8, 30, 129, 200])
+        sequences.append(
+            SequenceRows(
+                token_ids=[draw.randrange(256) for _ in range(start + 1)],
+                start=start,
+                count=1,
+                slot=9 - number,
+                blocks=[20 * number + 1 + k for k in range(start // 128 + 1)][::-1],
+                num_logits=draw.choice([0, 1]),
+            )
+        )
+    batch = batch_of(sequences, builder.ngram_order)
+    assert differences(builder.build(batch), builder.build_chunks(batch)) == []

@@ -17,9 +17,13 @@ class InterruptWatch:
 
     Outside the main thread nothing changes; nor for a signal that the parent process made us
     ignore.
+
+    Args:
+        notice: what is said when the first signal comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notice: str = "stopping with the results so far") -> None:
+        self._notice = notice
         self._asked: int | None = None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -57,4 +61,4 @@ class InterruptWatch:
         if self._asked is not None:
             raise KeyboardInterrupt
         self._asked = number
-        write_stderr("\nstopping with the results so far; Ctrl-C again to stop now\n")
+        write_stderr(f"\n{self._notice}; Ctrl-C again to stop now\n")

@@ -14,18 +14,28 @@ from collections.abc import Sequence
 import cyclopts
 from cyclopts.exceptions import CycloptsError, UnknownCommandError, UnusedCliTokensError
 
+from deepinfer_cli.environment import EnvironmentDefaults
 from deepinfer_cli.exits import ExitCode, UsageError, run_guarded
 from deepinfer_cli.plugins import PluginCommand, find_plugins, run_plugin
 from deepinfer_cli.streams import detach_stdout
 from deepinfer_cli.version import describe_version
 
-__all__ = ["BUILT_IN", "main"]
+__all__ = ["BUILT_IN", "complete_app", "main"]
 
 BUILT_IN = {
     "generate": "deepinfer_cli.commands.generate:generate",
+    "bench": "deepinfer_cli.commands.bench:bench",
+    "info": "deepinfer_cli.commands.info:info",
+    "verify": "deepinfer_cli.commands.verify:verify",
+    "doctor": "deepinfer_cli.commands.doctor:doctor",
+    "download": "deepinfer_cli.commands.download:download",
     "synth": "deepinfer_cli.commands.synth:synth",
+    "completion": "deepinfer_cli.commands.completion:completion",
 }
 """Built-in commands by name, with where each one is found; other packages cannot take these."""
+
+_WITHOUT_ENVIRONMENT = ("doctor", "completion")
+"""Commands that answer whatever the environment holds."""
 
 _HELP = """Run DeepSeek-V4.1-Flash models: from prompts to text, on a CPU or an accelerator.
 
@@ -62,9 +72,14 @@ def _dispatch(args: list[str], *, verbose: bool) -> int:
     plugins: dict[str, PluginCommand] = {}
     if not args or args[0] not in BUILT_IN:
         plugins = find_plugins(BUILT_IN)
+    defaults = _read_environment(args)
     if args and args[0] in plugins:
+        if defaults is not None:
+            defaults.warn()
         return run_plugin(plugins[args[0]], args[1:], verbose=verbose)
     app = _build_app(plugins, is_listing=not args or args[0] in {"--help", "-h"})
+    if defaults is not None:
+        app.config = (defaults,)
     try:
         code = app(
             args,
@@ -76,6 +91,30 @@ def _dispatch(args: list[str], *, verbose: bool) -> int:
     except CycloptsError as err:
         raise UsageError(_describe(err, args)) from err
     return ExitCode.DONE if code is None else int(code)
+
+
+def _read_environment(args: list[str]) -> EnvironmentDefaults | None:
+    """Options that the environment fills; None for help, and for the command that examines it.
+
+    Raises:
+        UsageError: an unknown variable or a malformed value.
+    """
+    if not args or args[0].startswith("-") or args[0] in _WITHOUT_ENVIRONMENT:
+        return None
+    if {"--help", "-h"} & set(args):
+        return None
+    from deepinfer.config.environment import read_environment
+    from deepinfer.errors import ConfigError
+
+    try:
+        return EnvironmentDefaults(read_environment())
+    except ConfigError as err:
+        raise UsageError(str(err)) from err
+
+
+def complete_app() -> cyclopts.App:
+    """The tree of all commands, those of other packages included, each one imported."""
+    return _build_app(find_plugins(BUILT_IN), is_listing=True)
 
 
 def _build_app(plugins: dict[str, PluginCommand], *, is_listing: bool) -> cyclopts.App:

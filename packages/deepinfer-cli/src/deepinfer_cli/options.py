@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Group, Parameter, Token
 
-__all__ = ["DEFAULT_LOG", "Flag", "Integer", "LogOptions", "configure_logging"]
+__all__ = ["DEFAULT_LOG", "Bytes", "Flag", "Integer", "LogOptions", "configure_logging"]
 
 
 def _to_integer(kind: object, tokens: Sequence[Token]) -> int:
@@ -22,6 +23,25 @@ def _to_integer(kind: object, tokens: Sequence[Token]) -> int:
 
 Integer = Annotated[int, Parameter(converter=_to_integer)]
 """A whole number, written as one."""
+
+
+def _to_bytes(kind: object, tokens: Sequence[Token]) -> int:
+    """A number of bytes, with or without a unit."""
+    text = tokens[0].value
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(f'"{text}" is no number of bytes; write it as 16000000000, 16GB or 16GiB.')
+    number, unit = int(found[1]), found[2].upper()
+    base: int = 1024 if "I" in unit else 1000
+    for _ in range("BKMGT".index(unit[:1] or "B")):
+        number *= base
+    return number
+
+
+_SIZE = re.compile(r"(\d+)((?:[KMGT]i?)?B?)", re.ASCII | re.IGNORECASE)
+
+Bytes = Annotated[int, Parameter(converter=_to_bytes)]
+"""A number of bytes: digits, and a unit such as GB (powers of 1000) or GiB (of 1024)."""
 
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 """A switch that is off unless given."""

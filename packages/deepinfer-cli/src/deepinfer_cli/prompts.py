@@ -32,6 +32,12 @@ class Prompt:
     """The caller's own name for it, handed back with the result."""
     error: str | None = None
 
+    def as_given(self) -> dict[str, Any]:
+        """As `LLM.generate` takes it; for a prompt without error."""
+        if self.token_ids is not None:
+            return {"prompt_token_ids": self.token_ids}
+        return {"prompt": self.text}
+
     def preview(self, width: int = 60) -> str:
         """A short printable form on one line."""
         text = self.text if self.text is not None else ""
@@ -42,26 +48,30 @@ class Prompt:
         return shown if len(shown) <= width else shown[: width - 3] + "..."
 
 
-def collect_prompts(texts: Sequence[str] | None, file: str | None) -> list[Prompt]:
+def collect_prompts(
+    texts: Sequence[str] | None, file: str | None, *, option: str = "--prompts-file"
+) -> list[Prompt]:
     """All prompts in order: the given texts, then the file; standard input when neither is given.
 
     Args:
         texts: prompts of the command line.
         file: path of a prompts file, ``-`` for standard input.
+        option: which names the file, for messages.
 
     Raises:
         UsageError: there is no source, a source cannot be read, or it holds no prompt.
     """
     prompts = [_from_text(text, "--prompt") for text in texts or ()]
     if file is not None and file != "-":
-        data, name, is_jsonl = _read_file(file), file, file.lower().endswith(".jsonl")
+        data, name, is_jsonl = _read_file(file, option), file, file.lower().endswith(".jsonl")
     elif file == "-" or not prompts:
         data, name, is_jsonl = _read_stdin(is_asked_for=file == "-"), "standard input", False
     else:
         return prompts
     prompts += parse_lines(data, name=name, is_jsonl=is_jsonl)
     if not prompts:
-        raise UsageError(f"{name} holds no prompt; write one per line, or give --prompt TEXT")
+        hint = ", or give --prompt TEXT" if option == "--prompts-file" else ""
+        raise UsageError(f"{name} holds no prompt; write one per line{hint}")
     return prompts
 
 
@@ -90,12 +100,12 @@ def parse_lines(data: bytes, *, name: str, is_jsonl: bool) -> Iterator[Prompt]:
             yield _from_text(line, where)
 
 
-def _read_file(file: str) -> bytes:
+def _read_file(file: str, option: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as err:
         reason = err.strerror or str(err)
-        raise UsageError(f"--prompts-file {file!r} cannot be read: {reason}") from err
+        raise UsageError(f"{option} {file!r} cannot be read: {reason}") from err
 
 
 def _read_stdin(*, is_asked_for: bool) -> bytes:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
+from typing import Any
 
-__all__ = ["detach_stdout", "stderr_is_terminal", "stdout_is_utf8", "write_stderr", "write_stdout"]
+__all__ = [
+    "detach_stdout",
+    "stderr_is_terminal",
+    "stdout_is_utf8",
+    "write_document",
+    "write_stderr",
+    "write_stdout",
+]
 
 _CONTROLS = {
     code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
@@ -63,3 +72,8 @@ def detach_stdout() -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)
+
+
+def write_document(document: dict[str, Any]) -> None:
+    """Write one JSON object on a line of its own: what ``--json`` of a command gives."""
+    write_stdout(json.dumps(document, ensure_ascii=not stdout_is_utf8()) + "\n")

@@ -1,23 +1,39 @@
-"""The version line of ``deepinfer --version``, found without running another program."""
+"""The version line of ``deepinfer --version``, found without running another program.
+
+The commit is that of the checkout the code runs from, or that which pip noted when it installed
+from a repository (direct_url.json); a wheel file has none.
+"""
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["describe_version", "read_commit"]
+__all__ = ["describe_version", "installed_commit", "read_commit"]
 
 
 def describe_version() -> str:
-    """``deepinfer 0.1.0``, with the commit when the code runs from a checkout."""
+    """``deepinfer 0.1.0``, with the commit when it is known."""
     root = _checkout_root()
     try:
         version = metadata.version("deepinfer-core")
     except metadata.PackageNotFoundError:
         file = root / "VERSION.txt" if root else None
         version = file.read_text("ascii").strip() if file and file.is_file() else "unknown"
-    commit = read_commit(root) if root else None
+    commit = read_commit(root) if root else installed_commit()
     return f"deepinfer {version}" + (f" (commit {commit[:12]})" if commit else "")
+
+
+def installed_commit(distribution: str = "deepinfer-cli") -> str | None:
+    """The commit that a distribution was installed from, as pip noted it."""
+    try:
+        text = metadata.distribution(distribution).read_text("direct_url.json")
+        values = json.loads(text) if text else {}
+        commit = values.get("vcs_info", {}).get("commit_id")
+    except (metadata.PackageNotFoundError, ValueError, AttributeError, OSError):
+        return None
+    return commit if isinstance(commit, str) and commit else None
 
 
 def read_commit(root: Path) -> str | None:

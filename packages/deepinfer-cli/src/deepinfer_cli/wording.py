@@ -9,7 +9,8 @@ __all__ = ["OPTIONS", "in_cli_words"]
 OPTIONS = {
     name: "--" + name.replace("_", "-")
     for name in (
-        *("device", "ignore_eos", "ignore_unexpected", "kv_format", "max_model_len"),
+        *("device", "device_memory_utilization", "ignore_eos", "ignore_unexpected", "kv_format"),
+        *("kv_cache_memory_bytes", "max_model_len"),
         *("max_num_batched_tokens", "max_num_seqs", "max_tokens", "numerics", "offline"),
         *("seed", "temperature"),
     )

@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepinfer.config import ModelConfig
-    from deepinfer.engine.loop import generate
+    from deepinfer.config.engine_config import EngineConfig
     from deepinfer.errors import (
         BackendError,
         CheckpointError,
         ConfigError,
         DeepInferError,
+        EngineError,
         RequestError,
     )
+    from deepinfer.llm import LLM
     from deepinfer.model.load import load_model
     from deepinfer.model.model import Model
-    from deepinfer.outputs import CompletionOutput, GenerationRequest, RequestOutput
+    from deepinfer.outputs import (
+        CompletionOutput,
+        RequestDelta,
+        RequestOutput,
+    )
+    from deepinfer.sampling_params import SamplingParams
 
 __all__ = [
     "BackendError",
@@ -30,13 +37,16 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "DeepInferError",
-    "GenerationRequest",
+    "EngineConfig",
+    "EngineError",
+    "LLM",
     "Model",
     "ModelConfig",
+    "RequestDelta",
     "RequestError",
     "RequestOutput",
+    "SamplingParams",
     "__version__",
-    "generate",
     "load_model",
 ]
 
@@ -51,12 +61,15 @@ _HOME = {
     "CompletionOutput": "deepinfer.outputs",
     "ConfigError": "deepinfer.errors",
     "DeepInferError": "deepinfer.errors",
-    "GenerationRequest": "deepinfer.outputs",
+    "EngineConfig": "deepinfer.config.engine_config",
+    "EngineError": "deepinfer.errors",
+    "LLM": "deepinfer.llm",
     "Model": "deepinfer.model.model",
     "ModelConfig": "deepinfer.config",
+    "RequestDelta": "deepinfer.outputs",
     "RequestError": "deepinfer.errors",
     "RequestOutput": "deepinfer.outputs",
-    "generate": "deepinfer.engine.loop",
+    "SamplingParams": "deepinfer.sampling_params",
     "load_model": "deepinfer.model.load",
 }
 

@@ -6,11 +6,17 @@ A message says what was found, what is allowed, and what to do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepinfer.outputs import RequestOutput
+
 __all__ = [
     "BackendError",
     "CheckpointError",
     "ConfigError",
     "DeepInferError",
+    "EngineError",
     "RequestError",
 ]
 
@@ -44,6 +50,21 @@ class CheckpointError(DeepInferError, ValueError):
 
 class BackendError(DeepInferError, RuntimeError):
     """A kernel package is not installed, or not usable on this machine."""
+
+
+class EngineError(DeepInferError, RuntimeError):
+    """The engine has stopped: the device, the model or one of its workers failed.
+
+    Attributes:
+        outputs: one result per request of the call that was interrupted, in order: those that were
+            finished, and errors for the others. Empty where there was no such call.
+    """
+
+    outputs: list[RequestOutput]
+
+    def __init__(self, message: str, outputs: list[RequestOutput] | None = None) -> None:
+        super().__init__(message)
+        self.outputs = outputs or []
 
 
 class RequestError(DeepInferError, ValueError):

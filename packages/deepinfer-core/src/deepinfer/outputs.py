@@ -1,76 +1,112 @@
-"""What goes into a run and what comes out of it: requests, results, progress and the summary.
+"""What comes out of a run: results, what they grow by, progress and the summary.
 
-Only the standard library is imported here, so that a front end can build requests and show results
-without paying for torch.
+Only the standard library is imported here, so that a front end can show results without paying for
+torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from deepinfer.chat import ChatMessage
 
 __all__ = [
     "CompletionOutput",
     "FinishReason",
-    "GenerationRequest",
     "Progress",
+    "RequestDelta",
     "RequestOutput",
     "RequestStats",
     "RunSummary",
+    "percentile",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a completion ended.
+"""Why an answer ended.
 
-``stop``: the end-of-sequence token; ``length``: ``max_tokens`` or the context limit; ``abort``: the
-run was interrupted; ``error``: the request failed alone.
+``stop``: the end-of-sequence token, a stop token or a stop string; ``length``: ``max_tokens`` or
+the length limit; ``abort``: it was aborted, or the run was interrupted; ``error``: the request
+failed alone.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
-    """One prompt and how to continue it.
+class CompletionOutput:
+    """One answer to a prompt."""
 
-    Building one never raises: whatever is wrong with a request becomes the ``error`` of its result,
-    so that one bad request among many fails alone.
+    index: int = 0
+    """Which answer of its request, from 0."""
+    token_ids: list[int] = field(default_factory=list)
+    """Generated ids; a token that ended the answer is included. Where a stop string ended it, the
+    ids whose text lies before the string."""
+    text: str = ""
+    """The decoded ids, cut before a stop string; empty when the model has no tokenizer."""
+    logprobs: list[float] | None = None
+    """Natural log-probability of each id; None when not asked for."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """Per id the log-probabilities of the most likely ids, highest first; None when not asked
+    for."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the end-of-sequence token and others.
     """
+    seed: int | None = None
+    """Seed of its random numbers: a request with this seed gives this answer again. None when it
+    never ran."""
+    message: ChatMessage | None = None
+    """The answer of a chat, split into reasoning, content and tool calls; None of other prompts."""
 
-    prompt_token_ids: list[int] | None
-    """Token ids of the prompt; None only when ``error`` is set."""
-    max_tokens: int = 128
-    """Most tokens to generate, at least 1."""
-    temperature: float = 0.0
-    """0 takes the most likely token each time (lowest id on ties); above 0 samples."""
-    seed: int = 0
-    """Seed of this request's random numbers, 0 to 2^64 - 1; unused at temperature 0."""
-    ignore_eos: bool = False
-    """Whether to go on after the end-of-sequence token."""
-    error: str | None = None
-    """Why this request failed before it reached the engine; it is returned as failed, not run."""
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole answer."""
+        return None if self.logprobs is None else sum(self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompletionOutput:
-    """One continuation of a prompt."""
+class RequestDelta:
+    """What one step added to one answer, while it grows."""
 
+    request_id: str
+    index: int
+    """Position of the request in the call, from 0."""
+    answer: int = 0
+    """Which answer of the request, from 0."""
     token_ids: list[int] = field(default_factory=list)
-    """Generated ids; the end-of-sequence token is included when it was generated."""
+    """Ids generated since the last delta of this answer."""
     text: str = ""
-    """The decoded ids; empty when the model has no tokenizer."""
-    finish_reason: FinishReason
+    """Text that is certain since then: whole characters that no stop string can take back."""
+    logprobs: list[float] | None = None
+    """Of these ids; None when not asked for."""
+    finish_reason: FinishReason | None = None
+    """None until the answer has ended."""
+    output: RequestOutput | None = None
+    """The whole result, with the last delta of a request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStats:
-    """Where the time of one request went, in seconds; None for a stage it never reached."""
+    """Where the time of one request went, in seconds; None for a stage it never reached.
+
+    With several answers, times are those of the first token of any and the last token of all.
+    """
 
     queue_s: float | None = None
-    """From the start of the run to the first step that held a token of this request."""
+    """From its submission to the first step that held a token of this request."""
     prefill_s: float | None = None
     """From the end of ``queue_s`` to the first generated token."""
     decode_s: float | None = None
     """From the first generated token to the last one; 0 when there is only one."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    num_preemptions: int = 0
+    """How often it gave up its caches for others and was computed again."""
+    num_drafts_verified: int = 0
+    """Draft tokens that were computed with it."""
+    num_drafts_accepted: int = 0
+    """Draft tokens that became part of the answer."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -85,11 +121,13 @@ class RequestOutput:
     """The result of one request. There is exactly one per request, in the order they were given."""
 
     index: int
-    """Position of the request in the run, from 0."""
+    """Position of the request in the call, from 0."""
+    request_id: str = ""
+    """Its name in `abort` and in deltas."""
     num_prompt_tokens: int
     """Length of the prompt; 0 when it never became tokens."""
     outputs: list[CompletionOutput] = field(default_factory=list)
-    """The continuations; may be empty when the request failed."""
+    """The answers; may be empty when the request failed."""
     error: str | None = None
     """Why the request failed, None when it did not."""
     stats: RequestStats = field(default_factory=RequestStats)
@@ -97,24 +135,34 @@ class RequestOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the first continuation."""
+        """Ids of the first answer."""
         return self.outputs[0].token_ids if self.outputs else []
 
     @property
     def text(self) -> str:
-        """Text of the first continuation."""
+        """Text of the first answer."""
         return self.outputs[0].text if self.outputs else ""
 
     @property
+    def message(self) -> ChatMessage | None:
+        """Message of the first answer; None where it was no chat, or there is no answer."""
+        return self.outputs[0].message if self.outputs else None
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Log-probabilities of the first answer."""
+        return self.outputs[0].logprobs if self.outputs else None
+
+    @property
     def finish_reason(self) -> FinishReason:
-        """Why the first continuation ended; ``error`` for every failed request."""
+        """Why the first answer ended; ``error`` for every failed request."""
         if self.error is not None:
             return "error"
         return self.outputs[0].finish_reason if self.outputs else "abort"
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated over all continuations."""
+        """Tokens generated over all answers."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
@@ -163,6 +211,8 @@ class RunSummary:
     """Prompt tokens found in the prefix cache / all prompt tokens."""
     acceptance_length: float | None = None
     """Mean tokens gained per verification of a draft."""
+    num_preemptions: int = 0
+    """How often a request gave up its caches for others and was computed again."""
     peak_memory_bytes: int | None = None
     """Highest resident memory of the process."""
 
@@ -193,10 +243,11 @@ class RunSummary:
             output_tokens=output_tokens,
             duration_s=seconds,
             output_tokens_per_s=output_tokens / seconds if seconds > 0 else None,
-            ttft_median_s=_percentile(ttft_s, 50),
-            ttft_p99_s=_percentile(ttft_s, 99),
-            tpot_median_s=_percentile(tpot_s, 50),
-            tpot_p99_s=_percentile(tpot_s, 99),
+            ttft_median_s=percentile(ttft_s, 50),
+            ttft_p99_s=percentile(ttft_s, 99),
+            tpot_median_s=percentile(tpot_s, 50),
+            tpot_p99_s=percentile(tpot_s, 99),
+            num_preemptions=sum(output.stats.num_preemptions for output in outputs),
             peak_memory_bytes=peak_memory_bytes,
         )
 
@@ -222,13 +273,14 @@ class RunSummary:
             ("time per output token (TPOT)", _show_times(self.tpot_median_s, self.tpot_p99_s)),
             *_row("cache hit rate", self.cache_hit_rate, "%", scale=100),
             *_row("acceptance length", self.acceptance_length, "tokens"),
+            *([("preemptions", str(self.num_preemptions))] if self.num_preemptions else []),
             ("peak memory", _show(self.peak_memory_bytes, "MB", scale=1e-6)),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _percentile(values: Iterable[float], percent: float) -> float | None:
+def percentile(values: Iterable[float], percent: float) -> float | None:
     """Percentile with linear interpolation between the two nearest values; None of nothing."""
     ordered = sorted(values)
     if not ordered:

@@ -11,8 +11,8 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from deepinfer_cli.exits import ExitCode, UsageError
-from deepinfer_cli.options import DEFAULT_LOG, Integer, LogOptions, configure_logging
-from deepinfer_cli.streams import write_stderr, write_stdout
+from deepinfer_cli.options import DEFAULT_LOG, Flag, Integer, LogOptions, configure_logging
+from deepinfer_cli.streams import write_document, write_stderr, write_stdout
 
 __all__ = ["SynthOptions", "synth"]
 
@@ -50,6 +50,9 @@ class SynthOptions:
     """Element type of the weights, for --format plain alone; a served checkpoint has the published
     types. Default: float32."""
 
+    json: Flag = False
+    """Write one JSON object in place of the path."""
+
 
 def _run(
     out: str,
@@ -82,9 +85,12 @@ def _run(
         format=options.format,
         dtype=options.dtype or "float32",
     )
+    sizes = [file.stat().st_size for file in written.rglob("*") if file.is_file()]
+    if options.json:
+        write_document({"folder": str(written), "num_files": len(sizes), "num_bytes": sum(sizes)})
+        return ExitCode.DONE
     write_stdout(f"{written}\n")
     if not log.quiet:
-        sizes = [file.stat().st_size for file in written.rglob("*") if file.is_file()]
         write_stderr(f"{sum(sizes) / 1e6:.1f} MB in {len(sizes)} files\n")
     return ExitCode.DONE
 

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from deepinfer.cache.layout import CacheLayout
@@ -54,11 +57,9 @@ class CachePools:
 
         def pool(rows: int, fmt: RecordFormat) -> Pool:
             if fmt.is_packed:
-                return Pool(
-                    torch.zeros((rows, fmt.num_bytes()), dtype=torch.uint8, device=device), fmt
-                )
+                return Pool(_zeros((rows, fmt.num_bytes()), torch.uint8, device), fmt)
             dtype = torch.bfloat16 if fmt.kind is RecordKind.BF16 else compute_dtype
-            return Pool(torch.zeros((rows, fmt.dim), dtype=dtype, device=device), fmt)
+            return Pool(_zeros((rows, fmt.dim), dtype, device), fmt)
 
         slots, blocks = num_slots + 1, num_blocks + 1
         state_shape = (slots * layout.state_rows, 2, layout.config.head_dim)
@@ -81,10 +82,15 @@ class CachePools:
                 for layer in layout.index_key_layers
             },
             states={
-                layer: torch.zeros(state_shape, dtype=compute_dtype, device=device)
-                for layer in layout.state_layers
+                layer: _zeros(state_shape, compute_dtype, device) for layer in layout.state_layers
             },
         )
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the state of slots (window rings, compressor state) to other slots, in place."""
+        for tensor in (*(pool.data for pool in self.window), *self.states.values()):
+            slots = tensor.unflatten(0, (self.num_slots + 1, -1))
+            slots[targets] = slots[sources]
 
     def num_bytes(self) -> int:
         """Bytes of all pools together."""
@@ -92,3 +98,13 @@ class CachePools:
             pool.data for pool in (*self.window, *self.entries.values(), *self.index_keys.values())
         ]
         return sum(t.numel() * t.element_size() for t in (*tensors, *self.states.values()))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros. On the CPU their memory is taken when they are first used: a pool that is larger than
+    a run needs costs nothing.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

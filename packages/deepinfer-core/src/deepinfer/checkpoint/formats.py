@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from .storage import scale_shape
+
 __all__ = [
     "E2M1_MAX",
     "E2M1_VALUES",
@@ -85,11 +87,6 @@ def _take(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if source.dtype == torch.float8_e4m3fn:  # torch selects no rows of this type
         return source.view(torch.uint8).index_select(0, rows).view(source.dtype)
     return source.index_select(0, rows)
-
-
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Shape of the scale grid of an (N, K) matrix; a ragged last block counts."""
-    return (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
 
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:

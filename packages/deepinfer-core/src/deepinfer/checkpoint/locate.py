@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deepinfer.config.fields import is_integer
 from deepinfer.config.untrusted import parse_json, read_bounded, shown_name
 
 from .container import Entry, Shard
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "Located", "locate"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "Located", "locate", "read_index"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -35,6 +36,7 @@ class Located:
         lost: names that the index lists and that could not be located; their fault is noted.
         problems: one line per fault.
         shards: every file opened, by file name.
+        stated_bytes: size of all tensors as the index states it, if it does.
     """
 
     tensors: dict[str, tuple[Shard, Entry]] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Located:
     lost: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     shards: dict[str, Shard] = field(default_factory=dict)
+    stated_bytes: int | None = None
 
 
 def locate(folder: Path) -> Located:
@@ -49,7 +52,7 @@ def locate(folder: Path) -> Located:
     located = Located()
     index = folder / INDEX_NAME
     if index.exists() or index.is_symlink():
-        weight_map = _read_index(index, located)
+        weight_map = read_index(index, located)
         if weight_map is not None:
             _open_shards(folder, weight_map, located)
     elif (folder / SINGLE_NAME).exists():
@@ -68,7 +71,7 @@ def _nothing_found(folder: Path) -> str:
     return f"no {INDEX_NAME} and no {SINGLE_NAME} in the folder{found}; expected safetensors files"
 
 
-def _read_index(path: Path, located: Located) -> dict[str, str] | None:
+def read_index(path: Path, located: Located) -> dict[str, str] | None:
     """The index's map from stored name to file name; None, and the fault noted, when unusable."""
     file = f"file {path.name}"
     try:
@@ -83,6 +86,9 @@ def _read_index(path: Path, located: Located) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         located.problems.append(f"{file}: weight_map is missing, empty or no object")
         return None
+    metadata = values.get("metadata") if isinstance(values, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    located.stated_bytes = total if is_integer(total) else None
     sound: dict[str, str] = {}
     for name, shard in weight_map.items():
         if isinstance(shard, str) and _is_plain_file_name(shard):

@@ -10,7 +10,7 @@ Source: docs/checkpoint.md 4, 5.1 and 6.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -24,7 +24,9 @@ from .formats import StoredTensor
 from .locate import locate
 from .mapped_tensor import MappedTensor, map_tensor, typed
 from .matching import Binding, Place, match
+from .scan import scan_bindings, total_bytes
 from .schema import is_vision
+from .storage import KEEP_TABLE_BYTES
 from .values import find_bad_scale, find_bad_value
 
 __all__ = ["Checkpoint"]
@@ -38,6 +40,9 @@ class Checkpoint:
     """An open checkpoint folder whose every tensor is present, in shape and in type.
 
     Made by `Checkpoint.open`. A context manager; tensors that were read or mapped outlive it.
+
+    Attributes:
+        stated_bytes: size of all tensors as the index states it, None if it does not.
     """
 
     def __init__(
@@ -46,9 +51,11 @@ class Checkpoint:
         config: ModelConfig,
         bindings: dict[str, Binding],
         shards: Iterable[Shard],
+        stated_bytes: int | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
+        self.stated_bytes = stated_bytes
         self._bindings = bindings
         self._shards = tuple(shards)
 
@@ -83,7 +90,7 @@ class Checkpoint:
         if located.shards:
             bindings, faults = match(config, located, ignore_unexpected=ignore_unexpected)
             problems += faults
-        checkpoint = cls(folder, config, bindings, located.shards.values())
+        checkpoint = cls(folder, config, bindings, located.shards.values(), located.stated_bytes)
         if not problems and check_scales:
             problems += checkpoint._bad_scales()
         if problems:
@@ -141,7 +148,7 @@ class Checkpoint:
         except OSError as err:
             raise CheckpointError(f"tensor {name}: {err}", where=str(self.folder)) from err
 
-    def table(self, name: str, *, keep_bytes: int = 16 * 2**20) -> StoredTensor:
+    def table(self, name: str, *, keep_bytes: int = KEEP_TABLE_BYTES) -> StoredTensor:
         """A table to look rows up in: `read` when it is small, `map` when it is not.
 
         Args:
@@ -154,6 +161,24 @@ class Checkpoint:
         places = _places(self._bindings[name])
         is_small = sum(entry.num_bytes for _, entry in places) <= keep_bytes
         return self.read(name) if is_small else self.map(name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the files, those of the vision tower included."""
+        return total_bytes(self._shards)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in the files, scales counted."""
+        return sum(len(shard.entries) for shard in self._shards)
+
+    def scan(self, on_bytes: Callable[[int], None] | None = None) -> list[str]:
+        """Read every byte of every tensor; one line for each that holds a NaN or cannot be read.
+
+        Args:
+            on_bytes: told after each piece how many bytes it had.
+        """
+        return scan_bindings(self._bindings, self._shards, on_bytes)
 
     def close(self) -> None:
         """Let go of the files; tensors that were read or mapped stay valid."""

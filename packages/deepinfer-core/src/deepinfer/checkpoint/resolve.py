@@ -6,20 +6,18 @@ Source: docs/checkpoint.md 7.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from deepinfer.config.fields import shown
-from deepinfer.errors import CheckpointError, ConfigError
+from deepinfer.errors import ConfigError
+
+from .download import HUB_ID, download_model
 
 __all__ = ["DEFAULT_MODEL", "MODEL_DIR_VARIABLE", "choose_model", "resolve_model"]
 
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-V4.1-Flash-1017"
 MODEL_DIR_VARIABLE = "DEEPINFER_HF_MODEL_DIR"
-
-_FILES = ["config.json", "tokenizer*.json", "*.safetensors.index.json", "*.safetensors"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 
 
 def choose_model(explicit: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -52,7 +50,7 @@ def resolve_model(model: str | Path, *, offline: bool = False, revision: str | N
 
     Raises:
         ConfigError: neither a folder nor the form of a hub id, or a revision of a folder.
-        CheckpointError: the hub does not have it, or it is not in the cache when offline.
+        CheckpointError: the hub does not have it, or a file of it is not in the cache when offline.
     """
     if not isinstance(model, str | Path):
         raise ConfigError(
@@ -68,40 +66,9 @@ def resolve_model(model: str | Path, *, offline: bool = False, revision: str | N
                 "hub id"
             )
         return Path(name)
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(name) or os.path.exists(name):
+    if isinstance(model, Path) or not HUB_ID.fullmatch(name) or os.path.exists(name):
         raise ConfigError(
             f"model: found {shown(name, 300)}, there is no such folder; allowed: the folder of a "
             "checkpoint or a hub id such as owner/name"
         )
-    return _from_hub(name, offline=offline, revision=revision)
-
-
-def _from_hub(name: str, *, offline: bool, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
-
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=_FILES, local_files_only=offline
-            )
-        )
-    except HFValidationError as err:
-        raise ConfigError(f"model: {err}; allowed: a folder or a hub id") from err
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as err:
-        why = "not in the hub's cache" if offline else "neither in the hub's cache nor reachable"
-        raise CheckpointError(
-            f"there is no such folder, and as a hub id it is {why}; correct the path, or run "
-            f"`hf download {name}` once with a network",
-            where=name,
-        ) from err
-    except HfHubHTTPError as err:
-        first = str(err).strip().splitlines()[0]
-        raise CheckpointError(
-            f"there is no such folder, and the hub refused it ({first})", where=name
-        ) from err
+    return download_model(name, offline=offline, revision=revision)

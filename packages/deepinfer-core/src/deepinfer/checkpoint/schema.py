@@ -23,6 +23,7 @@ __all__ = [
     "is_known_extra",
     "is_vision",
     "layer_tensors",
+    "vision_tensors",
 ]
 
 Role = Literal["linear", "expert", "table", "bf16", "fp32"]
@@ -63,8 +64,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     if config.dspark is not None:
         for stage in range(config.dspark.num_layers):
             specs.update(draft_tensors(config, config.dspark, stage))
-    if config.vision is not None:
-        specs.update(_vision(config, config.vision))
+    specs.update(vision_tensors(config))
     return specs
 
 
@@ -169,6 +169,12 @@ def draft_tensors(config: ModelConfig, dspark: DSparkConfig, stage: int) -> Spec
         yield f"{prefix}markov_head.embed.weight", TensorSpec((vocab, rank), "bf16")
         yield f"{prefix}markov_head.head.weight", TensorSpec((vocab, rank), "bf16")
         yield f"{prefix}confidence_head.proj.weight", TensorSpec((1, hidden + rank), "bf16")
+
+
+def vision_tensors(config: ModelConfig) -> Specs:
+    """The tensors of the vision tower and its aligner; none where the model reads no images."""
+    if config.vision is not None:
+        yield from _vision(config, config.vision)
 
 
 def _vision(config: ModelConfig, vision: VisionConfig) -> Specs:

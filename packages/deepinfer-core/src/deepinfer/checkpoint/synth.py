@@ -30,9 +30,10 @@ from deepinfer.config.untrusted import parse_json, read_bounded
 from deepinfer.errors import ConfigError
 from deepinfer.tokenizer import Tokenizer, compressed_token_map
 
-from .formats import quantize_fp4, quantize_fp8, scale_shape
+from .formats import quantize_fp4, quantize_fp8
 from .locate import INDEX_NAME
 from .schema import TensorSpec, expected_tensors
+from .storage import stored_form
 from .synth_configs import QUANTIZATION, named_config, names
 from .synth_tokenizer import build_tokenizer, tokenizer_files
 from .synth_values import random_rows
@@ -214,7 +215,7 @@ def _plan(config: ModelConfig) -> list[_ShardPlan]:
             group = f"{kind}.{parts[1]}"
         plan = plans.setdefault(group, _ShardPlan())
         plan.tensors[name] = spec
-        plan.stored |= _stored(name, spec, config)
+        plan.stored |= stored_form(name, spec, config)
     order = {"": 0, "layers": 1, "engram": 2, "mtp": 3}
     return [plans[group] for group in sorted(plans, key=lambda key: _rank(key, order))]
 
@@ -222,22 +223,6 @@ def _plan(config: ModelConfig) -> list[_ShardPlan]:
 def _rank(group: str, order: dict[str, int]) -> tuple[int, int]:
     kind, _, number = group.partition(".")
     return order[kind], int(number or 0)
-
-
-def _stored(
-    name: str, spec: TensorSpec, config: ModelConfig
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of what is stored for one tensor, its scale included."""
-    quantization = config.quantization
-    if quantization is None or not spec.has_scale:
-        single = spec.role == "fp32" or (quantization is None and config.dtype == "float32")
-        return {name: ("F32" if single else "BF16", spec.shape)}
-    scale = name.removesuffix(".weight") + ".scale"
-    if spec.role == "expert":
-        packed = (spec.shape[0], spec.shape[1] // 2)
-        return {name: ("I8", packed), scale: ("F8_E8M0", scale_shape(spec.shape, (1, 32)))}
-    block = quantization.weight_block_size if spec.role == "linear" else (1, 32)
-    return {name: ("F8_E4M3", spec.shape), scale: ("F8_E8M0", scale_shape(spec.shape, block))}
 
 
 def _write_shard(path: Path, plan: _ShardPlan, config: ModelConfig, seed: int) -> int:
@@ -275,7 +260,7 @@ def _encoded(
     name: str, spec: TensorSpec, config: ModelConfig, seed: int
 ) -> Iterator[tuple[Bytes, Bytes | None]]:
     """Stored bytes of the values, and of the scales where there are any, piece by piece."""
-    dtype = next(iter(_stored(name, spec, config).values()))[0]
+    dtype = next(iter(stored_form(name, spec, config).values()))[0]
     for rows in random_rows(name, spec, seed, config.hc_mult):
         values = torch.from_numpy(rows)
         if dtype == "I8":

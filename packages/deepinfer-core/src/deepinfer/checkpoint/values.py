@@ -16,7 +16,7 @@ from deepinfer.errors import CheckpointError
 
 from .formats import StoredTensor
 
-__all__ = ["check_rows", "find_bad_scale", "find_bad_value"]
+__all__ = ["check_rows", "find_bad_scale", "find_bad_value", "first_nan", "unravelled"]
 
 _PIECE = 2**17
 _CODES: dict[torch.dtype, type[np.unsignedinteger]] = {
@@ -45,7 +45,7 @@ def _codes(tensor: torch.Tensor) -> Codes:
     return codes
 
 
-def _first_nan(tensor: torch.Tensor) -> int | None:
+def first_nan(tensor: torch.Tensor) -> int | None:
     """Position of the first NaN in the flattened tensor."""
     codes = _codes(tensor).reshape(-1)
     mask, limit = (codes.dtype.type(each) for each in _LIMITS[tensor.dtype])
@@ -63,10 +63,10 @@ def find_bad_scale(scale: torch.Tensor | None) -> str:
     """
     if scale is None:
         return ""
-    at = _first_nan(scale)
+    at = first_nan(scale)
     if at is not None:
         what = "code 255 (NaN)" if scale.dtype == torch.uint8 else "NaN"
-        return f"its scale holds {what} at {_unravel(at, scale.shape)}; the file is damaged"
+        return f"its scale holds {what} at {unravelled(at, scale.shape)}; the file is damaged"
     if scale.dtype == torch.float32 and scale.numel():
         smallest, largest = (float(value) for value in torch.aminmax(scale))
         if smallest < 0 or largest == float("inf"):
@@ -82,10 +82,10 @@ def find_bad_value(stored: StoredTensor) -> str:
     """
     if stored.kind == "fp4":
         return ""
-    at = _first_nan(stored.data)
+    at = first_nan(stored.data)
     if at is None:
         return ""
-    return f"holds NaN at {_unravel(at, stored.data.shape)}; the file is damaged"
+    return f"holds NaN at {unravelled(at, stored.data.shape)}; the file is damaged"
 
 
 def check_rows(part: StoredTensor, rows: torch.Tensor) -> None:
@@ -99,11 +99,11 @@ def check_rows(part: StoredTensor, rows: torch.Tensor) -> None:
         CheckpointError: names the tensor and the first bad row.
     """
     for values in (part.data, part.scale):
-        at = None if values is None else _first_nan(values)
+        at = None if values is None else first_nan(values)
         if values is not None and at is not None:
             row = int(rows[at // values.shape[1]])
             raise CheckpointError(f"tensor {part.name}: row {row} holds NaN; the file is damaged")
 
 
-def _unravel(at: int, shape: torch.Size) -> list[int]:
+def unravelled(at: int, shape: torch.Size) -> list[int]:
     return [int(index) for index in np.unravel_index(at, tuple(shape))]

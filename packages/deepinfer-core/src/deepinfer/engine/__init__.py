@@ -1,5 +1,6 @@
-"""Running requests on a model."""
+"""Running requests on a model: queue, scheduler, loop, text and statistics (docs/engine.md)."""
 
-from deepinfer.engine.loop import generate
+from deepinfer.engine.core import Engine
+from deepinfer.engine.driver import Driver
 
-__all__ = ["generate"]
+__all__ = ["Driver", "Engine"]

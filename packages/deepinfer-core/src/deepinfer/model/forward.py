@@ -81,10 +81,12 @@ class Forward:
 
     def enter_decoder(self, streams: Streams, u_tm: torch.Tensor) -> torch.Tensor:
         """Go on with the decoder's rows only; returns their part of the sub-layer input `u_tm`."""
-        keep = self.step.decoder_keep
-        if keep is None:
+        if self.step.decoder_rows is self.step.rows:
             return u_tm
         self._run_on(self.step.decoder_rows)
+        keep = self.step.decoder_keep
+        if keep is None:  # all rows, with narrower windows
+            return u_tm
         streams.keep_rows(keep)
         if self.lookback_tg is not None:
             self.lookback_tg = self.lookback_tg[keep]

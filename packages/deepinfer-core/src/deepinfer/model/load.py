@@ -18,11 +18,13 @@ from deepinfer.checkpoint import Checkpoint, resolve_model
 from deepinfer.config import ModelConfig
 from deepinfer.config.fields import shown
 from deepinfer.errors import BackendError, ConfigError
+from deepinfer.kernels.cpu import CpuKernels
 from deepinfer.kernels.interface import Kernels, Numerics
 from deepinfer.kernels.registry import backend_for_device, installed_backends, load_backend
 from deepinfer.model.model import Model
 from deepinfer.model.transformer import Transformer
 from deepinfer.model.weights import WeightReader
+from deepinfer.report.memory import require_memory
 from deepinfer.tokenizer import Tokenizer
 from deepinfer.tokenizer import engram_token_map as map_of_tokenizer
 
@@ -79,6 +81,8 @@ def load_model(
     ops = _kernels(kernels, numerics, kv_format, _device(device))
     folder = resolve_model(path, offline=offline, revision=revision)
     config = ModelConfig.from_folder(folder)
+    if ops.device.type == "cpu":
+        require_memory(config, is_stored_form=isinstance(ops, CpuKernels))
     tokenizer = (
         Tokenizer.from_folder(folder, config) if (folder / "tokenizer.json").exists() else None
     )

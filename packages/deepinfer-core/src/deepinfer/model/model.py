@@ -13,6 +13,7 @@ from deepinfer.cache.layout import CacheLayout
 from deepinfer.cache.pools import CachePools
 from deepinfer.config.fields import is_integer, shown
 from deepinfer.config.model_config import ModelConfig
+from deepinfer.config.replay import replay_obstacle
 from deepinfer.errors import RequestError
 from deepinfer.kernels.interface import Kernels
 from deepinfer.model.arguments import (
@@ -25,6 +26,7 @@ from deepinfer.model.arguments import (
 )
 from deepinfer.model.forward import Trace
 from deepinfer.model.transformer import Transformer
+from deepinfer.step import StepInputs
 from deepinfer.step.builder import InputBuilder, SequenceRows
 from deepinfer.tokenizer import Tokenizer
 
@@ -54,6 +56,15 @@ class Model:
     @property
     def kernels(self) -> Kernels:
         return self.transformer.kernels
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.kernels.device
+
+    def forward(self, step: StepInputs, cache: CachePools) -> torch.Tensor:
+        """Logits of `step.logits_rows`, float32 (rows, V). Writes the step's rows into `cache`."""
+        return self.transformer.forward(step, cache)
 
     def new_cache(self, *, num_slots: int, num_blocks: int) -> CachePools:
         """Empty caches for `num_slots` sequences and `num_blocks` blocks of 128 tokens."""
@@ -190,18 +201,9 @@ class Model:
         check_count("replay_keep", keep)
         if keep is None:
             return
-        config = self.config
-        if not config.has_decoder:
-            raise RequestError(
-                f"replay_keep={keep}: this model has no layer of ratio 1, there is nothing to skip"
-            )
-        if config.dspark is not None:
-            targets, cut = config.dspark.target_layer_ids, config.num_encoder_layers
-            if min(targets) < cut <= max(targets):
-                raise RequestError(
-                    f"replay_keep={keep}: the draft targets {targets} lie on both sides of layer "
-                    f"{cut}, where the decoder begins"
-                )
+        obstacle = replay_obstacle(self.config)
+        if obstacle is not None:
+            raise RequestError(f"replay_keep={keep}: {obstacle}")
 
     def _mask(self, ids: Sequence[int], mask: object) -> list[bool] | None:
         image_id = self.config.image_token_id

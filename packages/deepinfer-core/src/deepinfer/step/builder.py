@@ -1,20 +1,22 @@
 """`InputBuilder`: turns "these sequences run these rows" into the tensors of one forward
 (`StepInputs`).
 
-Plain index arithmetic on the host. Shape letters: see `deepinfer.step.inputs`.
+Plain index arithmetic on the host, over whole arrays: a step of hundreds of sequences costs as many
+calls as one of a single sequence. Shape letters: see `deepinfer.step.inputs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deepinfer.cache.layout import BLOCK_TOKENS, CacheLayout
+from deepinfer.step.batch import BatchRows, SequenceRows, batch_of, offsets, ranges
+from deepinfer.step.decode import DecodeInputs
 from deepinfer.step.inputs import EntryWrites, RingWrites, Rows, StepInputs
 
 __all__ = ["InputBuilder", "SequenceRows"]
@@ -23,53 +25,19 @@ _Ints = npt.NDArray[np.int64]
 _NONE: _Ints = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequenceRows:
-    """The rows that one sequence runs in a step.
-
-    `token_ids` are all tokens known so far, those of this step included; the step runs positions
-    `start .. start + count - 1`.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    count: int
-    slot: int
-    """State slot, from 1."""
-    blocks: Sequence[int]
-    """Blocks in order, from 1; enough for `start + count` tokens."""
-    decoder_start: int = 0
-    """First position that the decoder layers know (bounded replay); 0: all."""
-    window_start: int = 0
-    """First position whose window keys are valid in every layer."""
-    num_logits: int = 0
-    """How many of the last rows need logits."""
-    is_image: Sequence[bool] | None = None
-    """Per token of `token_ids`; None: no image rows."""
-    image_embeds: torch.Tensor | None = None
-    """Embeddings of this step's image rows, (n, hidden); None: those of the table."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
 @dataclass(frozen=True)
-class _Span:
-    """Rows of one sequence as one group of layers sees them."""
+class _Spans:
+    """Rows of each sequence as one group of layers sees them."""
 
-    sequence: SequenceRows
-    start: int
-    first_key: int
+    start_s: _Ints
+    end_s: _Ints
+    slot_s: _Ints
+    first_key_s: _Ints
     """No window reaches before this position."""
 
     @property
-    def count(self) -> int:
-        return self.sequence.end - self.start
-
-    @property
-    def positions(self) -> _Ints:
-        return np.arange(self.start, self.sequence.end, dtype=np.int64)
+    def count_s(self) -> _Ints:
+        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
@@ -84,46 +52,93 @@ class InputBuilder:
     layout: CacheLayout
     device: torch.device | str = "cpu"
     _ratios: tuple[int, ...] = field(init=False)
+    _is_cpu: bool = field(init=False)
+    _decode: DecodeInputs = field(init=False)
 
     def __post_init__(self) -> None:
         ratios = {self.layout.config.compress_ratios[layer] for layer in self.layout.entry_layers}
         object.__setattr__(self, "_ratios", tuple(sorted(ratios)))
+        object.__setattr__(self, "_is_cpu", torch.device(self.device).type == "cpu")
+        object.__setattr__(self, "_decode", DecodeInputs(self.layout, self._to_device))
+
+    @property
+    def ngram_order(self) -> int | None:
+        """Longest n-gram that Engram looks up; None without Engram."""
+        engram = self.layout.config.engram
+        return engram.max_ngram_size if engram is not None else None
 
     def step(self, sequences: Sequence[SequenceRows]) -> StepInputs:
         """Inputs of one forward over `sequences`, each with at least one row."""
-        spans = [_Span(seq, seq.start, seq.window_start) for seq in sequences]
-        rows = self._rows(spans)
-        decoder_spans = [
-            _Span(
-                seq,
-                min(max(seq.start, seq.decoder_start), seq.end),
-                max(seq.window_start, seq.decoder_start),
-            )
-            for seq in sequences
-        ]
-        drops = any(a.start != b.start for a, b in zip(spans, decoder_spans, strict=True))
-        narrows = any(a.first_key != b.first_key for a, b in zip(spans, decoder_spans, strict=True))
-        decoder_rows = self._rows(decoder_spans) if drops or narrows else rows
-        keep = np.concatenate(
-            [
-                np.arange(at + span.start - seq.start, at + seq.count, dtype=np.int64)
-                for at, seq, span in zip(rows.cu_seqlens_q, sequences, decoder_spans, strict=False)
-            ]
+        return self.build(batch_of(sequences, self.ngram_order))
+
+    def build(self, batch: BatchRows) -> StepInputs:
+        """Inputs of one forward over the rows of `batch`."""
+        if len(batch.token_ids_t) == len(batch.start_s) and batch.has_plain_windows:
+            return self._build_decode(batch)
+        return self.build_chunks(batch)
+
+    def _build_decode(self, batch: BatchRows) -> StepInputs:
+        """A step in which every sequence has one row."""
+        rows = self._decode.rows(batch)
+        return self._inputs(
+            batch,
+            rows,
+            rows,
+            None,
+            {ratio: self._decode.entries(batch, ratio) for ratio in self._ratios},
+            batch.num_logits_s.nonzero()[0],
         )
-        ids = np.concatenate(
-            [np.asarray(s.token_ids[s.start : s.end], dtype=np.int64) for s in sequences]
+
+    def build_chunks(self, batch: BatchRows) -> StepInputs:
+        """Inputs of any step: the definition of `build`."""
+        zero_s = np.zeros_like(batch.start_s)
+        spans = _Spans(
+            batch.start_s,
+            batch.start_s + batch.count_s,
+            batch.slot_s,
+            zero_s if batch.window_start_s is None else batch.window_start_s,
         )
-        image_rows, image_embeds = self._images(sequences, rows)
+        rows, begin_s = self._rows(batch, spans), offsets(batch.count_s)
+        decoder_rows, keep = rows, None
+        if batch.decoder_start_s is not None and batch.decoder_start_s.any():
+            decoder = self._decoder_spans(spans, batch.decoder_start_s, batch.drops_rows)
+            if batch.drops_rows:
+                keep = ranges(begin_s[1:] - decoder.count_s, decoder.count_s)
+            decoder_rows = self._rows(batch, decoder, keep)
+            begin_s = offsets(decoder.count_s)
+        wanted_s = np.minimum(batch.num_logits_s, np.diff(begin_s))
+        return self._inputs(
+            batch,
+            rows,
+            decoder_rows,
+            keep,
+            {ratio: self._entries(batch, spans, ratio) for ratio in self._ratios},
+            ranges(begin_s[1:] - wanted_s, wanted_s),
+        )
+
+    def _inputs(
+        self,
+        batch: BatchRows,
+        rows: Rows,
+        decoder_rows: Rows,
+        keep: _Ints | None,
+        entries: dict[int, EntryWrites],
+        logits_rows: _Ints,
+    ) -> StepInputs:
         return StepInputs(
-            token_ids_t=self._to_device(ids),
+            token_ids_t=self._to_device(batch.token_ids_t),
             rows=rows,
             decoder_rows=decoder_rows,
-            decoder_keep=self._to_device(keep) if drops or narrows else None,
-            entries={ratio: self._entries(sequences, ratio) for ratio in self._ratios},
-            lookback_tg=self._lookback(sequences),
-            image_rows=image_rows,
-            image_embeds=image_embeds,
-            logits_rows=self._logits_rows(sequences, decoder_rows),
+            decoder_keep=self._to_device(keep) if keep is not None else None,
+            entries=entries,
+            lookback_tg=self._to_device(batch.lookback_tg)
+            if batch.lookback_tg is not None
+            else None,
+            image_rows=self._to_device(batch.image_rows) if batch.image_rows is not None else None,
+            image_embeds=batch.image_embeds.to(self.device)
+            if batch.image_embeds is not None
+            else None,
+            logits_rows=self._to_device(logits_rows),
         )
 
     def draft_rows(self, sequences: Sequence[SequenceRows]) -> Rows:
@@ -134,199 +149,146 @@ class InputBuilder:
         """
         config = self.layout.config
         assert config.dspark is not None, "this model has no draft layers"
+        batch = batch_of(sequences, None)
+        assert batch.window_start_s is not None, "batch_of sets it"
+        first_key_s = batch.window_start_s
         # context keys exist for the rows that the last target layer ran on
-        in_decoder = max(config.dspark.target_layer_ids) >= config.num_encoder_layers
-        spans = [
-            _Span(s, s.start, max(s.window_start, s.decoder_start if in_decoder else 0))
-            for s in sequences
-        ]
-        return self._rows(spans, anchored=True)
+        if max(config.dspark.target_layer_ids) >= config.num_encoder_layers:
+            assert batch.decoder_start_s is not None, "batch_of sets it"
+            first_key_s = np.maximum(first_key_s, batch.decoder_start_s)
+        end_s = batch.start_s + batch.count_s
+        spans = _Spans(batch.start_s, end_s, batch.slot_s, first_key_s)
+        return self._rows(batch, spans, anchored=True)
 
     # ---- rows ----
 
-    def _rows(self, spans: Sequence[_Span], *, anchored: bool = False) -> Rows:
-        window = self.layout.config.sliding_window
-        cu = tuple(accumulate((span.count for span in spans), initial=0))
-        firsts = [self._first_key(span, anchored=anchored) for span in spans]
-        seen = [
-            np.arange(first, max(first, span.start))
-            for first, span in zip(firsts, spans, strict=True)
-        ]
-        before = tuple(accumulate((len(part) for part in seen), initial=0))
-        history = [
-            self._ring_slots(s.sequence.slot, part) for s, part in zip(spans, seen, strict=True)
-        ]
-        keys = [
-            # behind the null row: history of all sequences, then the step's rows
-            _window_keys(span, window, first, 1 + before[n], 1 + before[-1] + cu[n], anchored)
-            for n, (span, first) in enumerate(zip(spans, firsts, strict=True))
-        ]
+    @staticmethod
+    def _decoder_spans(spans: _Spans, decoder_start_s: _Ints, drops_rows: bool) -> _Spans:
+        """What the decoder layers run on: they see nothing before `decoder_start_s`."""
+        start_s = spans.start_s
+        if drops_rows:
+            start_s = np.clip(decoder_start_s, start_s, spans.end_s)
+        first_key_s = np.maximum(spans.first_key_s, decoder_start_s)
+        return _Spans(start_s, spans.end_s, spans.slot_s, first_key_s)
+
+    def _rows(
+        self, batch: BatchRows, spans: _Spans, keep: _Ints | None = None, *, anchored: bool = False
+    ) -> Rows:
+        count_s = spans.count_s
+        begin_s, positions_t = offsets(count_s), ranges(spans.start_s, count_s)
+        # the oldest key that some row of the sequence sees and that an earlier step wrote
+        reach = self.layout.config.sliding_window - (0 if anchored else 1)
+        first_s = np.maximum(np.maximum(spans.start_s - reach, spans.first_key_s), 0)
+        seen_s = np.where(count_s > 0, np.maximum(spans.start_s - first_s, 0), 0)
+        if anchored:
+            window_tw = self._anchored_keys(spans, seen_s, first_s)
+        else:
+            window_tw = self._causal_keys(spans, seen_s, first_s, positions_t)
+        is_image_t = batch.is_image_t
+        if is_image_t is None:
+            is_image_t = np.zeros(len(positions_t), dtype=np.bool_)
+        elif keep is not None:
+            is_image_t = is_image_t[keep]
         return Rows(
-            positions_t=self._to_device(_joined([span.positions for span in spans])),
-            is_image_t=self._to_device(
-                np.concatenate([_flags(s.sequence, s.start) for s in spans])
+            positions_t=self._to_device(positions_t),
+            is_image_t=self._to_device(is_image_t),
+            block_table_sb=self._to_device(batch.block_table_sb),
+            cu_seqlens_q=tuple(begin_s.tolist()),
+            last_positions=tuple(np.where(count_s > 0, spans.end_s - 1, -1).tolist()),
+            history_slots_x=self._to_device(
+                self._ring_slots(np.repeat(spans.slot_s, seen_s), ranges(first_s, seen_s))
             ),
-            block_table_sb=self._to_device(_block_table(spans)),
-            cu_seqlens_q=cu,
-            last_positions=tuple(s.sequence.end - 1 if s.count else -1 for s in spans),
-            history_slots_x=self._to_device(_joined(history)),
-            window_tw=self._to_device(np.concatenate(keys)),
-            window_writes=self._ring_writes([] if anchored else spans, cu),
+            window_tw=self._to_device(window_tw),
+            window_writes=RingWrites(self._to_device(_NONE), self._to_device(_NONE))
+            if anchored
+            else self._writes(spans, begin_s, self.layout.ring_rows),
         )
 
-    def _first_key(self, span: _Span, *, anchored: bool) -> int:
-        """First position that some row of the span can see and that was written before."""
-        if not span.count:
-            return span.start
-        reach = self.layout.config.sliding_window - (0 if anchored else 1)
-        return max(0, span.start - reach, span.first_key)
+    def _causal_keys(
+        self, spans: _Spans, seen_s: _Ints, first_s: _Ints, positions_t: _Ints
+    ) -> _Ints:
+        """Window keys of each row: the last W positions up to its own."""
+        window, count_s = self.layout.config.sliding_window, spans.count_s
+        key_tw = positions_t[:, None] + np.arange(1 - window, 1)
+        return _key_index(key_tw, spans, seen_s, np.maximum(spans.first_key_s, 0), first_s, count_s)
 
-    def _ring_writes(self, spans: Sequence[_Span], cu: Sequence[int]) -> RingWrites:
-        """The newest rows of each span: no more than the ring holds."""
-        sources, slots = [], []
-        for span, start_row in zip(spans, cu, strict=False):
-            newest = span.positions[-self.layout.ring_rows :]
-            sources.append(start_row + newest - span.start)
-            slots.append(self._ring_slots(span.sequence.slot, newest))
-        return RingWrites(self._to_device(_joined(sources)), self._to_device(_joined(slots)))
+    def _anchored_keys(self, spans: _Spans, seen_s: _Ints, first_s: _Ints) -> _Ints:
+        """Window keys of draft rows: W positions before the block, and the whole block."""
+        window, count_s = self.layout.config.sliding_window, spans.count_s
+        width = window + int(count_s.max(initial=0))
+        key_tw = np.repeat(spans.start_s - window, count_s)[:, None] + np.arange(width)
+        key_tw = np.where(key_tw < np.repeat(spans.end_s, count_s)[:, None], key_tw, -1)
+        return _key_index(key_tw, spans, seen_s, np.maximum(spans.first_key_s, 0), first_s, count_s)
 
-    def _ring_slots(self, slot: int, positions: _Ints) -> _Ints:
+    def _writes(self, spans: _Spans, begin_s: _Ints, ring_rows: int) -> RingWrites:
+        """The newest rows of each sequence: no more than a ring of that many rows holds."""
+        kept_s = np.minimum(spans.count_s, ring_rows)
+        slots = np.repeat(spans.slot_s, kept_s) * ring_rows
+        return RingWrites(
+            self._to_device(ranges(begin_s[1:] - kept_s, kept_s)),
+            self._to_device(slots + ranges(spans.end_s - kept_s, kept_s) % ring_rows),
+        )
+
+    def _ring_slots(self, slot: _Ints, positions: _Ints) -> _Ints:
         return slot * self.layout.ring_rows + positions % self.layout.ring_rows
 
     # ---- compressed entries ----
 
-    def _entries(self, sequences: Sequence[SequenceRows], ratio: int) -> EntryWrites:
-        per_block, start_row = BLOCK_TOKENS // ratio, 0
-        rows, positions, slots = [], [], []
-        for seq in sequences:
-            entry = np.arange(seq.start // ratio, seq.end // ratio, dtype=np.int64)
-            rows.append(start_row + entry * ratio + ratio - 1 - seq.start)
-            positions.append(entry * ratio)
-            block = np.asarray(seq.blocks, dtype=np.int64)[entry // per_block]
-            slots.append(block * per_block + entry % per_block)
-            start_row += seq.count
-        partner_n, state_slots_x = self._partners(sequences, rows) if ratio == 2 else (_NONE, _NONE)
+    def _entries(self, batch: BatchRows, spans: _Spans, ratio: int) -> EntryWrites:
+        per_block, begin_s = BLOCK_TOKENS // ratio, offsets(spans.count_s)
+        first_s = spans.start_s // ratio
+        num_s = spans.end_s // ratio - first_s
+        entry_n = ranges(first_s, num_s)
+        seq_n = np.repeat(np.arange(len(num_s)), num_s)
+        row_n = entry_n * ratio + ratio - 1 + (begin_s[:-1] - spans.start_s)[seq_n]
+        block_n = batch.block_table_sb[seq_n, entry_n // per_block].astype(np.int64)
+        partner_n, state_slots_x, writes = _NONE, _NONE, RingWrites(*[self._to_device(_NONE)] * 2)
+        if ratio == 2:
+            partner_n, state_slots_x = self._partners(spans, num_s, row_n)
+            writes = self._writes(spans, begin_s, self.layout.state_rows)
         return EntryWrites(
-            row_n=self._to_device(_joined(rows)),
+            row_n=self._to_device(row_n),
             partner_n=self._to_device(partner_n),
-            position_n=self._to_device(_joined(positions)),
-            slot_n=self._to_device(_joined(slots)),
+            position_n=self._to_device(entry_n * ratio),
+            slot_n=self._to_device(block_n * per_block + entry_n % per_block),
             state_slots_x=self._to_device(state_slots_x),
-            state_writes=self._state_writes(sequences if ratio == 2 else []),
+            state_writes=writes,
         )
 
-    def _partners(
-        self, sequences: Sequence[SequenceRows], rows: Sequence[_Ints]
-    ) -> tuple[_Ints, _Ints]:
+    def _partners(self, spans: _Spans, num_s: _Ints, row_n: _Ints) -> tuple[_Ints, _Ints]:
         """Earlier token of each pair, and the state rows of pairs that an earlier step opened."""
-        num_open = sum(seq.start % 2 for seq in sequences)
-        partners, history = [], []
-        for seq, row in zip(sequences, rows, strict=True):
-            partner = 1 + num_open + row - 1
-            if seq.start % 2:
-                history.append(self._state_slots(seq.slot, np.array([seq.start - 1])))
-                partner[:1] = len(history)  # behind the null row
-            partners.append(partner)
-        return _joined(partners), _joined(history)
-
-    def _state_writes(self, sequences: Sequence[SequenceRows]) -> RingWrites:
-        sources, slots, start_row = [], [], 0
-        for seq in sequences:
-            newest = np.arange(max(seq.start, seq.end - self.layout.state_rows), seq.end)
-            sources.append(start_row + newest - seq.start)
-            slots.append(self._state_slots(seq.slot, newest))
-            start_row += seq.count
-        return RingWrites(self._to_device(_joined(sources)), self._to_device(_joined(slots)))
-
-    def _state_slots(self, slot: int, positions: _Ints) -> _Ints:
-        return slot * self.layout.state_rows + positions % self.layout.state_rows
-
-    # ---- the rest ----
-
-    def _lookback(self, sequences: Sequence[SequenceRows]) -> torch.Tensor | None:
-        engram = self.layout.config.engram
-        if engram is None:
-            return None
-        return self._to_device(
-            np.concatenate([_lookback_ids(s, engram.max_ngram_size) for s in sequences])
-        )
-
-    def _images(
-        self, sequences: Sequence[SequenceRows], rows: Rows
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        at, embeds = [], []
-        for start_row, seq in zip(rows.cu_seqlens_q, sequences, strict=False):
-            if seq.image_embeds is not None:
-                at.append(start_row + np.flatnonzero(_flags(seq, seq.start)))
-                embeds.append(seq.image_embeds)
-        if not at:
-            return None, None
-        return self._to_device(np.concatenate(at)), torch.cat(embeds).to(self.device)
-
-    def _logits_rows(self, sequences: Sequence[SequenceRows], rows: Rows) -> torch.Tensor:
-        wanted = []
-        for end_row, start_row, seq in zip(
-            rows.cu_seqlens_q[1:], rows.cu_seqlens_q, sequences, strict=False
-        ):
-            wanted.append(
-                np.arange(max(start_row, end_row - seq.num_logits), end_row, dtype=np.int64)
-            )
-        return self._to_device(np.concatenate(wanted))
+        open_s = np.flatnonzero(spans.start_s % 2)
+        partner_n = row_n + len(open_s)  # the row before, behind the null row and the history
+        closes = num_s[open_s] > 0  # not where a sequence has no row
+        partner_n[offsets(num_s)[open_s[closes]]] = 1 + closes.nonzero()[0]
+        rows = self.layout.state_rows
+        return partner_n, spans.slot_s[open_s] * rows + (spans.start_s[open_s] - 1) % rows
 
     def _to_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        if not values.flags.c_contiguous:
+            values = np.ascontiguousarray(values)
+        tensor = torch.from_numpy(values)
+        return tensor if self._is_cpu else tensor.to(self.device)
 
 
-def _window_keys(
-    span: _Span, window: int, history_first: int, history_at: int, step_at: int, anchored: bool
+def _key_index(
+    key_tw: _Ints, spans: _Spans, seen_s: _Ints, lowest_s: _Ints, first_s: _Ints, count_s: _Ints
 ) -> _Ints:
-    """Window keys of a span's rows as indices into [null | history | step rows]; 0: none.
+    """Positions of keys as indices into [null | history | step rows]; 0 where there is none.
 
     Args:
-        history_first: position of the sequence's first history row, which lies at `history_at`.
-        step_at: where the span's own rows begin.
+        key_tw: position of each key of each row.
+        seen_s: history rows of each sequence, of which the first has position `first_s`.
+        lowest_s: first position that is a key at all.
     """
-    position_t, end = span.positions, span.sequence.end
-    if anchored:
-        first_t = np.full_like(position_t, span.start - window)
-        last_t, width = np.full_like(position_t, end - 1), window + span.count
-    else:
-        first_t, last_t, width = position_t - window + 1, position_t, window
-    key_tw = first_t[:, None] + np.arange(width, dtype=np.int64)
-    in_step_tw = key_tw >= span.start
-    index_tw = key_tw + np.where(in_step_tw, step_at - span.start, history_at - history_first)
-    is_key_tw = (key_tw >= max(span.first_key, 0)) & (key_tw <= last_t[:, None])
-    return np.where(is_key_tw, index_tw, 0)
+    before_s, begin_s = offsets(seen_s), offsets(count_s)
+    to_history_s = 1 + before_s[:-1] - first_s
+    to_step_s = 1 + before_s[-1] + begin_s[:-1] - spans.start_s
 
+    def per_row(values_s: _Ints) -> _Ints:
+        return np.repeat(values_s, count_s)[:, None]
 
-def _block_table(spans: Sequence[_Span]) -> npt.NDArray[np.int32]:
-    """Blocks of each sequence in order, 0 behind the last, (S, B)."""
-    width = max(len(span.sequence.blocks) for span in spans)
-    table = np.zeros((len(spans), max(width, 1)), dtype=np.int32)
-    for row, span in zip(table, spans, strict=True):
-        row[: len(span.sequence.blocks)] = span.sequence.blocks
-    return table
-
-
-def _lookback_ids(seq: SequenceRows, order: int) -> _Ints:
-    """Token ids at t, t-1, ..., -1 before the start and from the first image token on
-    (docs/model.md 5.4).
-    """
-    first = seq.start - order + 1
-    known = np.asarray(seq.token_ids[max(first, 0) : seq.end], dtype=np.int64)
-    known = np.concatenate([np.full(max(-first, 0), -1, dtype=np.int64), known])
-    blocked = np.concatenate([np.zeros(max(-first, 0), dtype=bool), _flags(seq, max(first, 0))])
-    at_tg = (order - 1 + np.arange(seq.count))[:, None] - np.arange(order)
-    is_blocked_tg = np.logical_or.accumulate(blocked[at_tg], axis=1)
-    return np.where(is_blocked_tg, -1, known[at_tg])
-
-
-def _flags(seq: SequenceRows, start: int) -> npt.NDArray[np.bool_]:
-    """Image flags of positions `start .. end - 1`."""
-    if seq.is_image is None:
-        return np.zeros(seq.end - start, dtype=bool)
-    return np.asarray(seq.is_image[start : seq.end], dtype=bool)
-
-
-def _joined(parts: Sequence[_Ints]) -> _Ints:
-    return np.concatenate(parts) if parts else _NONE
+    in_step_tw = key_tw >= per_row(spans.start_s)
+    index_tw = key_tw + np.where(in_step_tw, per_row(to_step_s), per_row(to_history_s))
+    index_tw *= key_tw >= per_row(lowest_s)
+    return index_tw

@@ -92,7 +92,8 @@ class StepInputs:
     rows: Rows
     """All rows: embedding, encoder layers, entries of every layer."""
     decoder_rows: Rows
-    """Rows that the decoder layers run on; the same object as `rows` unless replay drops some."""
+    """Rows that the decoder layers run on; the same object as `rows` unless replay drops some or
+    narrows their windows."""
     decoder_keep: torch.Tensor | None
     """Indices into `rows` of the decoder's rows, int64; None when it runs on all."""
     entries: Mapping[int, EntryWrites]

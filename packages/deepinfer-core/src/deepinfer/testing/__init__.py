@@ -1,6 +1,12 @@
-"""What tests of this engine and of its platforms are made with: the kernel conformance suite.
+"""What tests of this engine and of its platforms are made with: a scripted model, and the kernel
+conformance suite.
 
-The suite takes any kernels object and checks every operation of `deepinfer.kernels.interface`
+`ScriptedModel` stands in for a model wherever the engine takes one: its logits follow a script, it
+keeps its caches as a real model does, and it raises `CacheCorruption` when one of its sequences is
+shown what is not its own. `byte_tokenizer` gives it text.
+
+The conformance suite takes any kernels object and checks every operation of
+`deepinfer.kernels.interface`
 
 - against `ReferenceKernels`, the definition: 0 to 257 rows, ragged and odd sizes, inputs that are
   views of other memory, weights in every stored form, all KV formats, sequences of mixed lengths
@@ -61,16 +67,20 @@ from deepinfer.testing.conformance.tolerances import (
     Tolerance,
     tolerance_of,
 )
+from deepinfer.testing.scripted import CacheCorruption, ScriptedModel, byte_tokenizer
 
 __all__ = [
     "DEFAULT_TOLERANCE",
     "TOLERANCES",
+    "CacheCorruption",
     "Finding",
     "Make",
     "OpCase",
+    "ScriptedModel",
     "Tolerance",
     "all_cases",
     "assert_conforms",
+    "byte_tokenizer",
     "check_against_reference",
     "check_row_invariance",
     "conformance_cases",
