@@ -113,8 +113,8 @@ def main() -> None:
         prefixes = shared(model, args.num_prompts, args.prefix, args.repeats)
         for name in ("off", "first", "second"):
             print(
-                f"{args.num_prompts} prompts, prefix cache {name:>6}: {prefixes[name + '_rows']:>7} "
-                f"rows, {prefixes[name + '_s']:.3f} s"
+                f"{args.num_prompts} prompts, prefix cache {name:>6}: "
+                f"{prefixes[name + '_rows']:>7} rows, {prefixes[name + '_s']:.3f} s"
             )
         print(f"rows of the first call: {100 * prefixes['first_row_share']:.2f} % of those without")
         replays = replay(model, args.prompt, args.repeats)

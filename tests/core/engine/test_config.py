@@ -35,7 +35,10 @@ def test_pools_take_what_was_computed_and_never_more_than_allowed(
         assert "raise kv_cache_memory_bytes" in str(problem)  # noqa: PT017
         return
     pools = CachePools.allocate(
-        LAYOUT, num_slots=found.max_num_seqs, num_blocks=found.num_blocks, device="cpu"
+        LAYOUT,
+        num_slots=found.max_num_seqs + found.num_snapshots,
+        num_blocks=found.num_blocks,
+        device="cpu",
     )
     assert pools.num_bytes() == found.cache_bytes <= memory
     assert found.num_blocks * BLOCK_TOKENS >= found.max_model_len
@@ -67,7 +70,7 @@ def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_context_that_does_not_fit_is_lowered_unless_it_was_asked_for() -> None:
     memory = 3 * LAYOUT.bytes_per_slot() + 4 * LAYOUT.bytes_per_block()
-    config = EngineConfig(kv_cache_memory_bytes=memory, max_num_seqs=2)
+    config = EngineConfig(kv_cache_memory_bytes=memory, max_num_seqs=2, enable_prefix_caching=False)
     assert resolve(config, LAYOUT).max_model_len == 3 * BLOCK_TOKENS
     asked = dataclasses.replace(config, max_model_len=1000)
     with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes"):

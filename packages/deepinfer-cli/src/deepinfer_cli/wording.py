@@ -9,15 +9,18 @@ __all__ = ["OPTIONS", "in_cli_words"]
 OPTIONS = {
     name: "--" + name.replace("_", "-")
     for name in (
-        *("device", "device_memory_utilization", "ignore_eos", "ignore_unexpected", "kv_format"),
-        *("kv_cache_memory_bytes", "max_model_len"),
-        *("max_num_batched_tokens", "max_num_seqs", "max_tokens", "numerics", "offline"),
-        *("seed", "temperature"),
+        *("async_scheduling", "device", "device_memory_utilization", "enable_prefix_caching"),
+        *("ignore_eos", "ignore_unexpected", "kv_cache_memory_bytes", "kv_format"),
+        *("log_interval_s", "logprobs", "max_model_len", "max_num_batched_tokens"),
+        *("max_num_seqs", "max_tokens", "min_p", "min_tokens", "numerics", "offline", "seed"),
+        *("snapshot_memory_bytes", "stop_token_ids", "swa_replay", "swa_replay_keep"),
+        *("temperature", "top_k", "top_p"),
     )
 } | {"kernels": "--backend"}
 """Options of Python that a command has as well, and how it spells them."""
 
-_OPTION = re.compile(rf"(?<![\w-])({'|'.join(OPTIONS)})\b(=('[^']*'|[\w.+-]*\w))?", re.ASCII)
+_NAMES = "|".join(sorted(OPTIONS, key=len, reverse=True))
+_OPTION = re.compile(rf"(?<![\w-])({_NAMES})\b(=('[^']*'|[\w.+-]*\w))?", re.ASCII)
 
 
 def in_cli_words(text: str) -> str:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,16 +35,17 @@ from deepinfer.engine.runner import (
 )
 from deepinfer.engine.scheduler import SchedulerLimits, StepPlan, plan
 from deepinfer.engine.sequence import Request, Sequence
-from deepinfer.engine.statistics import RequestTimes, Statistics, StepRecord
+from deepinfer.engine.statistics import Statistics, StepRecord
 from deepinfer.engine.table import SequenceTable
 from deepinfer.engine.text import OutputText
+from deepinfer.engine.work_counts import StepWorkCounts, count_step, request_times
 from deepinfer.errors import CheckpointError, EngineError
-from deepinfer.outputs import RequestOutput
 from deepinfer.sampling.sampler import Sampler
-from deepinfer.sampling.table import SamplingTable
+from deepinfer.sampling.seeds import derived_seed
+from deepinfer.sampling.table import SamplingRows, SamplingTable
 from deepinfer.step.batch import BatchRows
 
-__all__ = ["Engine", "derived_seed"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,7 @@ class _Flight:
     counts: _Ints
     has_logits: npt.NDArray[np.bool_]
     start_s: float
-    num_rows: int
-    num_prefill_rows: int
-    num_recomputed: int
-    num_skipped: int
-    flops: int | None
-    num_preempted: int = 0
-    num_cached: int = 0
+    work: StepWorkCounts
 
 
 class Engine:
@@ -132,6 +127,8 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+        self._num_quiet = 0
+        self._last_sampling: SamplingRows | None = None
         self.failure: EngineError | None = None
         """Why it has stopped; None while it works."""
         self.statistics = Statistics()
@@ -243,7 +240,21 @@ class Engine:
         self._runner.close()
 
     def _turn(self) -> None:
-        now_s = self._clock()
+        now_s, num_rows = self._clock(), 1
+        if self._num_quiet and not len(self._waiting):
+            self._num_quiet -= 1
+            slots = self._table.running
+            batch = self._table.batch(slots, np.ones_like(slots))
+            self._flights.append(self._launch_rows(batch, SlotCopies(), now_s, is_quiet=True))
+        else:
+            num_rows = self._plan_and_launch(now_s)
+        may_stay = 1 if self.config.async_scheduling and num_rows else 0
+        while len(self._flights) > may_stay:
+            self._settle(self._flights.popleft())
+        self._log(self._clock())
+
+    def _plan_and_launch(self, now_s: float) -> int:
+        """Launch what the scheduler chooses; returns the number of rows."""
         heads: list[Sequence] = []
         step_plan = plan(
             self._table.for_scheduler(),
@@ -251,14 +262,16 @@ class Engine:
             num_free_blocks=self._blocks.num_free,
             limits=self._limits,
         )
-        if step_plan.num_rows or step_plan.preempted:
+        num_rows = step_plan.num_rows
+        if num_rows or step_plan.preempted:
             self._launch(step_plan, heads[: len(step_plan.admitted)], now_s)
         else:
             assert self._flights or not self.has_unfinished, "requests wait, but nothing can run"
-        may_stay = 1 if self.config.async_scheduling and step_plan.num_rows else 0
-        while len(self._flights) > may_stay:
-            self._settle(self._flights.popleft())
-        self._log(self._clock())
+        is_decode = num_rows == len(step_plan.counts_r) and bool(step_plan.counts_r.all())
+        self._num_quiet = 0
+        if is_decode and not step_plan.admitted:
+            self._num_quiet = self._table.quiet_steps(uses_blocks=self._limits.uses_blocks)
+        return num_rows
 
     def _launch(self, step_plan: StepPlan, heads: list[Sequence], now_s: float) -> None:
         """Give sequences what the plan gives them, and launch their rows.
@@ -284,65 +297,52 @@ class Engine:
             counts = np.concatenate([counts, np.array(step_plan.admitted, dtype=np.int64)])
         if len(slots):
             self._reserve_blocks(slots, counts)
-            flight = self._launch_rows(slots, counts, restored, now_s)
-            if step_plan.preempted or num_cached:
-                num_preempted = len(step_plan.preempted)
-                flight = replace(flight, num_preempted=num_preempted, num_cached=num_cached)
+            flight = self._launch_rows(self._table.batch(slots, counts), restored, now_s)
+            flight.work.num_preempted, flight.work.num_cached = len(step_plan.preempted), num_cached
             self._flights.append(flight)
 
     def _launch_rows(
-        self, slots: _Ints, counts: _Ints, restored: SlotCopies, now_s: float
+        self, batch: BatchRows, restored: SlotCopies, now_s: float, *, is_quiet: bool = False
     ) -> _Flight:
-        table = self._table
-        batch = table.batch(slots, counts)
+        """Launch the rows of a step.
+
+        Args:
+            batch: the rows.
+            restored: slots to copy before the forward.
+            now_s: the time.
+            is_quiet: the step before had the same sequences, with one row each as well.
+        """
+        table, slots, counts = self._table, batch.slot_s, batch.count_s
         unread_rows, unread_from = (
             table.unread_rows(slots, counts) if self._flights else (_NONE, _NONE)
         )
         end = batch.start_s + counts
         has_logits = batch.num_logits_s > 0
-        chosen = slots[has_logits]
-        position = end[has_logits]
-        saved = self._prefixes.launched(slots, end)
+        chosen, position = slots[has_logits], end[has_logits]
+        saved = SlotCopies() if is_quiet else self._prefixes.launched(slots, end)
+        counted = count_step(table, batch, flops=self._flops)
+        if not (is_quiet and self._last_sampling is not None and self._last_sampling.is_constant):
+            num_outputs = position - table.num_prompt[chosen]
+            self._last_sampling = self._sampling.rows(chosen, position, num_outputs)
         work = StepWork(
             self._builder.build(batch),
-            self._sampling.rows(chosen, position, position - table.num_prompt[chosen]),
+            self._last_sampling,
             unread_rows,
             unread_from,
             restored if restored.sources else None,
             saved if saved.sources else None,
         )
         launched = self._runner.launch(work)
-        num_rows = len(batch.token_ids_t)
         logger.debug(
-            "step: %d rows of %d sequences, %d waiting", num_rows, len(slots), len(self._waiting)
+            "step: %d rows of %d sequences, %d waiting",
+            counted.num_rows,
+            len(slots),
+            len(self._waiting),
         )
-        num_prefill, num_recomputed = self._known_rows(slots, batch.start_s, end)
         table.num_computed[slots] = end
         table.num_unread[chosen] += 1
         table.sample_row[chosen] = np.arange(len(chosen))
-        return _Flight(
-            launched,
-            slots,
-            table.epoch[slots],
-            counts,
-            has_logits,
-            now_s,
-            num_rows,
-            num_prefill + num_recomputed,
-            num_recomputed,
-            _skipped_rows(batch),
-            self._flops_of(counts, end, table.num_prompt[slots], len(chosen)),
-        )
-
-    def _known_rows(self, slots: _Ints, start: _Ints, end: _Ints) -> tuple[int, int]:
-        """Rows of a step that are prompt tokens computed for the first time, and rows of any kind
-        that were computed before a preemption.
-        """
-        redo, prompt = self._table.redo_until[slots], self._table.num_prompt[slots]
-        if (np.maximum(redo, prompt) <= start).all():
-            return 0, 0
-        known = np.maximum(start, np.minimum(redo, end))
-        return int(np.clip(prompt - known, 0, end - known).sum()), int((known - start).sum())
+        return _Flight(launched, slots, table.epoch[slots], counts, has_logits, now_s, counted)
 
     def _settle(self, flight: _Flight) -> None:
         """Take in what a step has yielded."""
@@ -426,10 +426,11 @@ class Engine:
         self._release(seq)
         if result is not None:
             del self._requests[request.request_id]
-            self._record_request(request, result)
+            self.statistics.record_request(request_times(request, result, self._clock()))
 
     def _release(self, seq: Sequence) -> None:
         """The one way out: give back slot and blocks, or the place in the queue."""
+        self._num_quiet = 0
         if not seq.slot:
             self._waiting.remove(seq)
             return
@@ -459,14 +460,14 @@ class Engine:
     # ---- statistics ----
 
     def _record(self, flight: _Flight, num_tokens: int, num_wasted: int, now_s: float) -> None:
-        num_rows = flight.num_rows
+        work = flight.work
         self.statistics.record_step(
             StepRecord(
                 start_s=flight.start_s,
                 end_s=now_s,
-                num_rows=num_rows,
-                num_prefill_rows=flight.num_prefill_rows,
-                num_decode_rows=num_rows - flight.num_prefill_rows,
+                num_rows=work.num_rows,
+                num_prefill_rows=work.num_prefill,
+                num_decode_rows=work.num_rows - work.num_prefill,
                 num_committed_tokens=num_tokens,
                 num_wasted_rows=num_wasted,
                 num_running=self.num_running,
@@ -475,39 +476,11 @@ class Engine:
                 num_blocks=self._blocks.num_blocks,
                 num_free_slots=self._slots.num_free,
                 num_slots=self._slots.num_slots,
-                num_preempted=flight.num_preempted,
-                cached_tokens=flight.num_cached,
-                recomputed_rows=flight.num_recomputed,
-                skipped_rows=flight.num_skipped,
-                flops=flight.flops,
-            )
-        )
-
-    def _flops_of(
-        self, counts: _Ints, ends: _Ints, num_prompt: _Ints, num_logits: int
-    ) -> int | None:
-        """Operations of a step, where they are shown."""
-        if self._flops is None:
-            return None
-        is_prefill, length = ends <= num_prompt, np.maximum(num_prompt, ends)
-        return self._flops(
-            counts, ends, is_prefill_s=is_prefill, length_s=length, num_logits=num_logits
-        )[1]
-
-    def _record_request(self, request: Request, result: RequestOutput) -> None:
-        stats, arrival_s = result.stats, request.arrival_s
-        scheduled_s = None if stats.queue_s is None else arrival_s + stats.queue_s
-        first_s = None if stats.ttft_s is None else arrival_s + stats.ttft_s
-        self.statistics.record_request(
-            RequestTimes(
-                arrival_s=arrival_s,
-                first_scheduled_s=scheduled_s,
-                first_token_s=first_s,
-                finish_s=self._clock(),
-                num_prompt_tokens=result.num_prompt_tokens,
-                num_output_tokens=result.num_output_tokens,
-                finish_reason=result.finish_reason,
-                token_gaps_s=_gaps(request) if request.params.n > 1 else None,
+                num_preempted=work.num_preempted,
+                cached_tokens=work.num_cached,
+                recomputed_rows=work.num_recomputed,
+                skipped_rows=work.num_skipped,
+                flops=work.flops,
             )
         )
 
@@ -518,39 +491,9 @@ class Engine:
             logger.info("%s", self.statistics.log_line(now_s))
 
 
-def _skipped_rows(batch: BatchRows) -> int:
-    """Rows that the decoder layers leave out (bounded replay)."""
-    if batch.decoder_start_s is None or not batch.drops_rows:
-        return 0
-    return int(np.clip(batch.decoder_start_s - batch.start_s, 0, batch.count_s).sum())
-
-
 def _wait_for(flight: _Flight) -> None:
     """Let a step that is given up come to its end."""
     try:
         flight.launched.result()
     except Exception as problem:
         logger.debug("a step after the failed one failed too: %s", problem)
-
-
-def _gaps(request: Request) -> list[float]:
-    """Mean time between tokens of each answer, once for each gap."""
-    gaps: list[float] = []
-    for seq in request.sequences:
-        count = len(request.completions[seq.number].token_ids) - 1
-        if count > 0 and seq.first_token_s is not None and seq.last_token_s is not None:
-            gaps += [(seq.last_token_s - seq.first_token_s) / count] * count
-    return gaps
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """The n-th seed that comes of a seed; number 0 is the seed itself.
-
-    The increment and the mixing of splitmix64: neighbouring seeds give unrelated ones.
-    """
-    if not number:
-        return seed
-    mixed = (seed + number * 0x9E3779B97F4A7C15) % 2**64
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-    return mixed ^ (mixed >> 31)

@@ -13,13 +13,13 @@ import numpy as np
 
 from deepinfer.config.engine_config import ResolvedConfig
 from deepinfer.config.fields import shown
-from deepinfer.engine.core import derived_seed
 from deepinfer.engine.driver import Call
 from deepinfer.engine.prompts import token_ids_of
 from deepinfer.engine.runner import EngineModel
 from deepinfer.engine.sequence import MAX_PRIORITY, Request
 from deepinfer.errors import RequestError
 from deepinfer.outputs import RequestDelta, RequestOutput
+from deepinfer.sampling.seeds import derived_seed
 from deepinfer.sampling_params import SamplingParams
 
 __all__ = ["Submission"]

@@ -160,6 +160,20 @@ class SequenceTable:
             is_alone_r=self.is_alone[slots],
         )
 
+    def quiet_steps(self, *, uses_blocks: bool) -> int:
+        """Steps ahead in which, as things stand, every running sequence gets its one row: none
+        needs a block, ends by length or reaches a checkpoint. Nothing has to be planned for these
+        unless a sequence comes or goes.
+        """
+        slots = self.running
+        if not len(slots) or self.is_alone[slots].any() or self.stop[slots].min() < NEVER:
+            return 0
+        room = self.max_len[slots] - self.num_tokens[slots] - self.num_unread[slots]
+        if uses_blocks:
+            held = self.num_blocks[slots] * BLOCK_TOKENS
+            room = np.minimum(room, held - self.num_computed[slots])
+        return max(0, int(room.min()))
+
     # ---- one step ----
 
     def batch(self, slots: _Ints, counts: _Ints) -> BatchRows:

@@ -53,6 +53,13 @@ class SamplingRows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the same rows of the next step can be sampled with this very object: no random
+        numbers, no log-probabilities, nothing banned any more.
+        """
+        return self.all_greedy and not self.any_logprobs and not len(self.banned_rows)
+
 
 class SamplingTable:
     """Parameters of the sequences that run, in arrays indexed by state slot 1 to `num_slots`.
