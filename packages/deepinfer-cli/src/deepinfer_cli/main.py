@@ -24,6 +24,7 @@ __all__ = ["BUILT_IN", "complete_app", "main"]
 
 BUILT_IN = {
     "generate": "deepinfer_cli.commands.generate:generate",
+    "batch": "deepinfer_cli.commands.batch:batch",
     "bench": "deepinfer_cli.commands.bench:bench",
     "info": "deepinfer_cli.commands.info:info",
     "verify": "deepinfer_cli.commands.verify:verify",

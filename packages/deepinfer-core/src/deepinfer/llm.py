@@ -25,6 +25,7 @@ from deepinfer.config.fields import is_integer, shown
 from deepinfer.config.keywords import check_keywords
 from deepinfer.engine.core import Engine
 from deepinfer.engine.driver import Call, Driver
+from deepinfer.engine.feed import Feed
 from deepinfer.engine.interrupt import InterruptWatch
 from deepinfer.engine.progress import Bar
 from deepinfer.engine.prompts import Prompt, as_prompts
@@ -342,6 +343,10 @@ class LLM:
             if not call.is_done:
                 self._driver.abort(call.request_ids)
                 self._driver.run_in_background()
+
+    def feed(self) -> Feed[Any]:
+        """Requests one by one, results as they finish; the caller bounds how many are in flight."""
+        return Feed(self._driver, self._submission)
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests with what they have, from any thread; unknown names are passed over.

@@ -38,6 +38,7 @@ class Submission:
     def __init__(self, model: EngineModel, config: ResolvedConfig) -> None:
         self._model, self._config = model, config
         self._numbers = count()
+        self._has_told = False
 
     def call(
         self,
@@ -66,7 +67,8 @@ class Submission:
                 results.append(None)
             else:
                 results.append(made)
-        if any(p.max_tokens is None for p in each_params):
+        if not self._has_told and any(p.max_tokens is None for p in each_params):
+            self._has_told = True
             logger.info(
                 "max_tokens is not given: answers may grow until prompt and answer have %d tokens",
                 self._config.max_model_len,
