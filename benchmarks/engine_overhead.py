@@ -57,7 +57,7 @@ class NoCache:
 class FreeModel:
     """A model whose forward costs nothing: the same logits for every row."""
 
-    device, tokenizer = torch.device("cpu"), None
+    device, tokenizer, compute_bytes = torch.device("cpu"), None, 4
 
     def __init__(self, num_seqs: int) -> None:
         self.config = ModelConfig.from_dict(named_config("tiny"))

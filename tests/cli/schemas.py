@@ -81,6 +81,14 @@ _INFO = {
         "used_bytes": int,
         "bytes_per_sequence": int,
     },
+    "engine": {
+        "max_num_seqs": int,
+        "max_model_len": int,
+        "max_num_batched_tokens": int,
+        "num_blocks": int,
+        "num_snapshots": int,
+        "cache_bytes": int,
+    },
 }
 _VERIFY = {
     "is_sound": bool,

@@ -85,7 +85,7 @@ def test_json_is_one_object_with_stable_keys(core: FakeCore, run_main: Run):
     summary = done.document["summary"]
     assert (summary["num_requests"], summary["prompt_tokens"]) == (2, 5)
     assert summary["peak_memory_bytes"] > 0
-    assert summary["cache_hit_rate"] is None
+    assert summary["cache_hit_rate"] == 0
 
 
 def test_options_reach_the_engine(core: FakeCore, run_main: Run):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deepinfer
 from deepinfer.cache.layout import BLOCK_TOKENS, CacheLayout
 from deepinfer.cache.pools import CachePools
+from deepinfer.checkpoint import synthesize
 from deepinfer.checkpoint.synth_configs import named_config
 from deepinfer.config import ModelConfig
 from deepinfer.config.engine_config import EngineConfig, free_memory_bytes, resolve
 from deepinfer.errors import ConfigError
+from deepinfer.kernels.reference import ReferenceKernels
+from deepinfer.llm import LLM
 
 LAYOUT = CacheLayout(ModelConfig.from_dict(named_config("tiny")))
 
@@ -42,10 +48,11 @@ def test_pools_take_what_was_computed_and_never_more_than_allowed(
     )
     assert pools.num_bytes() == found.cache_bytes <= memory
     assert found.num_blocks * BLOCK_TOKENS >= found.max_model_len
-    assert found.num_blocks <= found.max_num_seqs * LAYOUT.blocks_for(found.max_model_len)
+    chains = found.max_num_seqs + found.num_snapshots  # that sequences and snapshots can hold
+    most = chains * LAYOUT.blocks_for(found.max_model_len)
+    assert found.num_blocks <= most
     one_more = found.cache_bytes + LAYOUT.bytes_per_block()
-    is_full = found.num_blocks == found.max_num_seqs * LAYOUT.blocks_for(found.max_model_len)
-    assert is_full or one_more > memory
+    assert found.num_blocks == most or one_more > memory
     assert found.max_num_batched_tokens >= found.max_num_seqs
 
 
@@ -88,3 +95,25 @@ def test_the_share_of_free_memory_is_the_budget(monkeypatch: pytest.MonkeyPatch)
     found = resolve(EngineConfig(device_memory_utilization=0.5), LAYOUT)
     assert found.cache_bytes <= 5_000_000 < found.cache_bytes + LAYOUT.bytes_per_block()
     assert free_memory_bytes() > 0
+
+
+def test_the_compute_type_counts(tmp_path: Path) -> None:
+    """Records in compute precision and compressor state take 8 bytes a number in float64."""
+    folder = synthesize(tmp_path / "model", config="tiny")
+    kernels = ReferenceKernels(compute_dtype=torch.float64, kv_format="none")
+    model = deepinfer.load_model(folder, kernels=kernels)
+    llm = LLM(model, kv_cache_memory_bytes=12_000_000)
+    pools = model.new_cache(
+        num_slots=llm.config.max_num_seqs + llm.config.num_snapshots,
+        num_blocks=llm.config.num_blocks,
+    )
+    assert pools.num_bytes() == llm.config.cache_bytes <= 12_000_000
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 4])
+def test_few_sequences_still_have_a_prefix_cache(seqs: int) -> None:
+    found = resolve(
+        EngineConfig(kv_cache_memory_bytes=10**8, max_num_seqs=seqs, max_model_len=512), LAYOUT
+    )
+    assert found.num_snapshots == 32
+    assert found.num_blocks == (seqs + 32) * 4

@@ -167,3 +167,47 @@ def test_any_traffic_gives_everything_back(
     assert leftovers(traffic.llm) == []
     assert len(traffic.results) == traffic.num_submitted
     traffic.llm.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_snapshots", [0, 8])
+def test_urgent_requests_without_end_starve_nobody(num_snapshots: int, is_async: bool) -> None:
+    """Memory for so few blocks that a long prompt is preempted while it is computed: it gets on
+    all the same, and so does what waits behind it.
+    """
+    model = ScriptedModel(after="hash", scripts={}, check_every=50)
+    slot = model.layout.bytes_per_slot()
+    llm = llm_of(
+        model,
+        max_num_seqs=3,
+        max_num_batched_tokens=3,
+        max_model_len=9 * BLOCK_TOKENS,
+        kv_cache_memory_bytes=blocks_bytes(model, 10, 3 + num_snapshots),
+        snapshot_memory_bytes=num_snapshots * slot,
+        async_scheduling=is_async,
+    )
+    engine, done, num_urgent = engine_of(llm), set(), 0
+
+    def submit(name: str, length: int, priority: int, outputs: int) -> None:
+        prompt = np.arange(length, dtype=np.int32) % 190 + len(name) % 7
+        params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
+        engine.submit(
+            Request(
+                *(name, 0, prompt, params, 0, length + outputs),
+                priority=priority,
+                on_finish=lambda output: done.add(output.request_id),
+            )
+        )
+
+    submit("long", 700, 0, 5)
+    submit("behind", 300, 1, 5)
+    for _ in range(30_000):
+        live = num_urgent - sum(name.startswith("u") for name in done)
+        for _ in range(2 - live):
+            submit(f"u{num_urgent}", 1, -1, 500)
+            num_urgent += 1
+        engine.step()
+        if {"long", "behind"} <= done:
+            break
+    assert {"long", "behind"} <= done, f"{num_urgent} urgent requests came before"
+    assert num_urgent > 2

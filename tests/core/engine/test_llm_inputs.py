@@ -322,3 +322,24 @@ def test_statistics_are_logged_once_an_interval(caplog: pytest.LogCaptureFixture
     lines = [r.getMessage() for r in caplog.records if "delivered" in r.getMessage()]
     assert len(lines) == 3
     assert "TFLOP/s" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["on_progress", "should_stop"])
+def test_a_failing_function_of_the_caller_leaves_nothing_behind(llm: LLM, name: str) -> None:
+    def fail(*values: Any) -> bool:
+        raise ValueError("of the caller")
+
+    calls: dict[str, Any] = {name: fail}
+    with pytest.raises(ValueError, match="of the caller"):
+        llm.generate([[1], [2], [3], [4], [5], [6]], greedy(max_tokens=300), **calls)
+    assert leftovers(llm) == []
+    assert llm.generate([[1]], greedy(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_delivered_tokens_are_those_of_the_answers() -> None:
+    model = ScriptedModel(tokenizer="bytes", scripts={"q": "hello STOP and more"})
+    llm = llm_of(model)
+    output = llm.generate(["q"], greedy(stop="STOP"))[0]
+    assert output.text == "hello "
+    llm.generate([[1]], greedy(max_tokens=3))
+    assert llm.statistics.counts.committed_tokens == len(output.token_ids) + 3

@@ -13,6 +13,7 @@ from tests.core.engine.scripted import engine_of, leftovers, llm_of
 import deepinfer
 from deepinfer.cache.layout import BLOCK_TOKENS as BLOCK
 from deepinfer.checkpoint import synthesize
+from deepinfer.engine.flops import StepFlops
 from deepinfer.errors import ConfigError
 from deepinfer.kernels.cpu import CpuKernels
 from deepinfer.llm import LLM
@@ -176,6 +177,15 @@ def test_counted_work_is_that_of_the_formulas(model: Model, keep: int) -> None:
         llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0))
         flops[mode] = llm.statistics.counts.flops
     assert flops["compact"] < flops["mask"] < flops["off"]
+    counter = StepFlops(model.config, replay_mode="compact", replay_keep=keep, keeps_a_row=False)
+    whole = counter([300], [300], is_prefill_s=[True], length_s=[300], num_logits=1)[1]
+    assert flops["compact"] == whole
+    for rows in (16, 1):  # no row is counted that is not computed
+        llm = engine(
+            model, "compact", max_num_batched_tokens=rows, max_num_seqs=1, log_interval_s=9
+        )
+        llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0))
+        assert abs(llm.statistics.counts.flops / whole - 1) < 0.02
     start, clipped = 0, 0
     while start < len(prompt):  # published: clip = clamp(R - chunk start, 0, rows - 1)
         rows = min(16, len(prompt) - start)

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.engine.scheduler import NEVER, Running, SchedulerLimits, StepPlan, Waiting, plan
+from deepinfer.engine.scheduler import (
+    NEVER,
+    PRIORITY_SHIFT,
+    Running,
+    SchedulerLimits,
+    StepPlan,
+    Waiting,
+    plan,
+)
 
 BLOCK = 128
 
@@ -99,6 +107,12 @@ def test_the_victim_is_the_less_important_one_that_loses_the_least_work() -> Non
     assert found.preempted == (2,)
     assert found.counts_r.tolist() == [1, 1, 0, 1]
     assert found.admitted == ()
+
+
+def test_the_larger_priority_number_goes_before_the_smaller_loss() -> None:
+    ranks = (0, (1 << PRIORITY_SHIFT) + 1, 2)
+    state = running((BLOCK, BLOCK + 1), (300, 301), (140, 141), ranks=ranks)
+    assert plan(state, [], num_free_blocks=0, limits=limits()).preempted == (1,)
 
 
 def test_of_equal_losses_the_less_important_one_goes() -> None:

@@ -79,10 +79,28 @@ def test_the_engine_decides_the_same(monkeypatch):
     for budget in (10**6, 1_234_567, 10**7):
         fit = fit_cache(layout, budget_bytes=budget, max_model_len=512)
         asked = EngineConfig(
-            kv_cache_memory_bytes=budget, max_num_seqs=fit.num_sequences, max_model_len=512
+            kv_cache_memory_bytes=budget,
+            max_num_seqs=fit.num_sequences,
+            max_model_len=512,
+            enable_prefix_caching=False,
         )
         needed = fit.num_sequences * layout.blocks_for(512)
         assert resolve(asked, layout).num_blocks == min(fit.num_blocks, needed)
+
+
+@pytest.mark.parametrize("budget", [10**6, 10**9, 10**10])
+def test_what_info_tells_of_the_engine_is_what_it_decides(budget):
+    config = ModelConfig.from_dict(published())
+    report = describe_model(
+        config, kv_cache_memory_bytes=budget, max_model_len=8192, available_bytes=10**12
+    )
+    asked = EngineConfig(kv_cache_memory_bytes=budget, max_model_len=8192)
+    if budget == 10**6:
+        assert "raise kv_cache_memory_bytes" in report.engine["error"]
+        return
+    found = resolve(asked, CacheLayout(config), free_bytes=budget)
+    assert report.engine == {name: getattr(found, name) for name in report.engine}
+    assert report.engine["cache_bytes"] <= budget
 
 
 def test_weights_that_do_not_fit_are_told():

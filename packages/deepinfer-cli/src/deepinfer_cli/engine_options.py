@@ -112,7 +112,8 @@ class EngineOptions:
 
     snapshot_memory_bytes: Annotated[_Room | None, Parameter(group=_ENGINE)] = None
     """Bytes, of those for the caches, for snapshots of the windows that a shared beginning goes on
-    from. Default: an eighth, or two for each of --max-num-seqs if that is less."""
+    from. Default: an eighth, or two for each of --max-num-seqs (and at least 32) if that is
+    less."""
 
     swa_replay: Annotated[Literal["off", "mask", "compact"], Parameter(group=_ENGINE)] = "off"
     """Bounded replay: the decoder layers see only the end of a prompt through their windows. mask

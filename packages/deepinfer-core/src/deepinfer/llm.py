@@ -104,7 +104,10 @@ class LLM:
         else:
             self.model = load_model(model, **load)
         self.config: ResolvedConfig = resolve(
-            engine_config, self.model.layout, device=str(self.model.device)
+            engine_config,
+            self.model.layout,
+            device=str(self.model.device),
+            compute_bytes=self.model.compute_bytes,
         )
         self._driver = Driver(Engine(self.model, self.config))
         self._submission = Submission(self.model, self.config)

@@ -21,6 +21,7 @@ __all__ = [
     "RequestOutput",
     "RequestStats",
     "RunSummary",
+    "cache_hit_rate",
     "percentile",
 ]
 
@@ -100,7 +101,7 @@ class RequestStats:
     decode_s: float | None = None
     """From the first generated token to the last one; 0 when there is only one."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache, added up over the answers."""
     num_preemptions: int = 0
     """How often it gave up its caches for others and was computed again."""
     num_drafts_verified: int = 0
@@ -248,6 +249,7 @@ class RunSummary:
             tpot_median_s=percentile(tpot_s, 50),
             tpot_p99_s=percentile(tpot_s, 99),
             num_preemptions=sum(output.stats.num_preemptions for output in outputs),
+            cache_hit_rate=cache_hit_rate(served),
             peak_memory_bytes=peak_memory_bytes,
         )
 
@@ -278,6 +280,13 @@ class RunSummary:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def cache_hit_rate(outputs: Sequence[RequestOutput]) -> float | None:
+    """Prompt tokens found in the prefix cache, of all; None where nothing ran."""
+    cached = sum(output.stats.num_cached_tokens for output in outputs)
+    total = sum(output.num_prompt_tokens * len(output.outputs) for output in outputs)
+    return cached / total if total else None
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -20,6 +20,7 @@ from deepinfer_cli.options import (
     configure_logging,
 )
 from deepinfer_cli.streams import write_document, write_stdout
+from deepinfer_cli.wording import in_cli_words
 
 if TYPE_CHECKING:
     from deepinfer.report import ModelReport
@@ -193,7 +194,19 @@ def _rendered_fit(report: ModelReport) -> list[tuple[str, str]]:
             f"{fit.bytes_per_sequence:,} bytes",
         ),
         ("", f"{fit.num_blocks:,} blocks, {tokens} tokens; {fit.used_bytes:,} bytes in all"),
+        ("engine", _rendered_engine(report.engine or {})),
     ]
+
+
+def _rendered_engine(engine: dict[str, Any]) -> str:
+    """What the engine takes of the budget."""
+    if "error" in engine:
+        return str(in_cli_words(engine["error"]))
+    return (
+        f"by default {engine['max_num_seqs']:,} sequences of up to {engine['max_model_len']:,} "
+        f"tokens, {engine['num_blocks']:,} blocks, {engine['num_snapshots']:,} snapshots: "
+        f"{engine['cache_bytes']:,} bytes"
+    )
 
 
 def _listed(numbers: list[int]) -> str:

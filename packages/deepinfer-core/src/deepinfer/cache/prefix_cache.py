@@ -81,6 +81,11 @@ class PrefixCache:
         return len(self._snapshots)
 
     @property
+    def num_free_snapshots(self) -> int:
+        """Slots without a snapshot."""
+        return len(self._free_slots)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks whose content is known."""
         return len(self._digest_of)

@@ -25,6 +25,8 @@ CPU_MEMORY_SHARE = 0.4
 
 _DEVICE_SHARE = 0.9
 _MAX_SEQS = 256
+_LEAST_SNAPSHOTS = 32
+"""What the default share may take even beside few sequences."""
 _CPU_TOKENS_PER_STEP = 512
 _DEVICE_TOKENS_PER_STEP = 8192
 
@@ -59,7 +61,7 @@ class EngineConfig:
 
     snapshot_memory_bytes: int | None = None
     """Bytes, of those for the caches, for snapshots of the windows that a shared beginning goes on
-    from. Default: an eighth, or two for each of max_num_seqs if that is less."""
+    from. Default: an eighth, or two for each of max_num_seqs (and at least 32) if that is less."""
 
     swa_replay: ReplayMode = "off"
     """Bounded replay: the decoder layers see only the end of a prompt through their windows. mask
@@ -153,7 +155,12 @@ def free_memory_bytes(device: str = "cpu") -> int | None:
 
 
 def resolve(
-    config: EngineConfig, layout: CacheLayout, *, device: str = "cpu", compute_bytes: int = 4
+    config: EngineConfig,
+    layout: CacheLayout,
+    *,
+    device: str = "cpu",
+    compute_bytes: int = 4,
+    free_bytes: int | None = None,
 ) -> ResolvedConfig:
     """Decide what `config` leaves open; logs each decision.
 
@@ -162,6 +169,7 @@ def resolve(
         layout: sizes of the model's caches.
         device: where they lie.
         compute_bytes: bytes per number of the compute type.
+        free_bytes: memory that can be had; asked of the system by default.
 
     Raises:
         ConfigError: limits that contradict each other, the model or the memory.
@@ -197,7 +205,9 @@ def resolve(
     num_snapshots = _num_snapshots(config, budget, seqs, slot_bytes)
     room = budget - null_bytes - (seqs + num_snapshots) * slot_bytes
     per_seq = layout.blocks_for(max_len)
-    blocks = min(room // block_bytes, seqs * per_seq) if block_bytes else seqs * per_seq
+    # more than running sequences and the chains behind snapshots hold would be of no use
+    most = (seqs + num_snapshots) * per_seq
+    blocks = min(room // block_bytes, most) if block_bytes else most
     if (
         room < 0
         or (blocks < per_seq and config.max_model_len is not None)
@@ -213,7 +223,7 @@ def resolve(
         max_len = blocks * BLOCK_TOKENS
         logger.info("max_model_len=%d: what the cache memory holds (context %d)", max_len, context)
     cache_bytes = null_bytes + (seqs + num_snapshots) * slot_bytes + blocks * block_bytes
-    free = free_memory_bytes(device)
+    free = free_memory_bytes(device) if free_bytes is None else free_bytes
     if free is not None and cache_bytes > free:
         raise ConfigError(
             f"the caches would take {cache_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on "
@@ -248,7 +258,7 @@ def _num_snapshots(config: EngineConfig, budget: int, seqs: int, slot_bytes: int
         return 0
     if config.snapshot_memory_bytes is not None:
         return config.snapshot_memory_bytes // slot_bytes
-    found = max(0, min(budget // 8 // slot_bytes, 2 * seqs))
+    found = max(0, min(budget // 8 // slot_bytes, max(2 * seqs, _LEAST_SNAPSHOTS)))
     logger.info("%d snapshots for the prefix cache, in an eighth of the cache memory", found)
     return found
 

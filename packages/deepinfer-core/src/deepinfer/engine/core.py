@@ -127,7 +127,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._num_quiet = 0
+        self._num_quiet = self._num_taken_back = 0
         self._last_sampling: SamplingRows | None = None
         self.failure: EngineError | None = None
         """Why it has stopped; None while it works."""
@@ -138,6 +138,7 @@ class Engine:
                 model.config,
                 replay_mode=config.swa_replay,
                 replay_keep=config.swa_replay_keep or 0,
+                keeps_a_row=False,
             )
         self._last_log_s = clock()
 
@@ -267,9 +268,11 @@ class Engine:
             self._launch(step_plan, heads[: len(step_plan.admitted)], now_s)
         else:
             assert self._flights or not self.has_unfinished, "requests wait, but nothing can run"
-        is_decode = num_rows == len(step_plan.counts_r) and bool(step_plan.counts_r.all())
         self._num_quiet = 0
-        if is_decode and not step_plan.admitted:
+        num_running = len(self._table.running)
+        if 0 < num_rows == num_running == len(self._flights[-1].slots) and bool(
+            self._flights[-1].has_logits.all()
+        ):  # each had one row, its newest token
             self._num_quiet = self._table.quiet_steps(uses_blocks=self._limits.uses_blocks)
         return num_rows
 
@@ -415,14 +418,20 @@ class Engine:
         seq = self._table.owner[slot]
         assert seq is not None, f"slot {slot} has no sequence to preempt"
         seq.num_preemptions += 1
-        seq.num_computed_before = max(seq.num_computed_before, int(self._table.num_computed[slot]))
+        computed = int(self._table.num_computed[slot])
+        if seq.num_preemptions > 1 and computed <= seq.num_computed_before:
+            seq.promote()  # it got no further than before: the next time nobody takes its place
+        seq.num_computed_before = max(seq.num_computed_before, computed)
         self._release(seq)
         self._waiting.push(seq)
 
     def _end(self, end: End) -> None:
         """Complete an answer and let its sequence go."""
         seq, request = end.seq, end.seq.request
+        num_sampled = self._table.num_outputs(seq)
         result = self._outputs.finish(end)
+        # what a stop string took back did not become part of the answer
+        self._num_taken_back += num_sampled - len(request.completions[seq.number].token_ids)
         self._release(seq)
         if result is not None:
             del self._requests[request.request_id]
@@ -461,6 +470,7 @@ class Engine:
 
     def _record(self, flight: _Flight, num_tokens: int, num_wasted: int, now_s: float) -> None:
         work = flight.work
+        num_tokens, self._num_taken_back = num_tokens - self._num_taken_back, 0
         self.statistics.record_step(
             StepRecord(
                 start_s=flight.start_s,

@@ -119,13 +119,19 @@ class Driver:
             EngineError: the engine has stopped; `outputs` has what there is.
         """
         is_stopped = False
-        while not call.is_done:
-            if should_stop is not None and not is_stopped and should_stop():
-                is_stopped = True
-                self.abort(call.request_ids)
-            self.turn(call)
-            if on_turn is not None:
-                on_turn()
+        try:
+            while not call.is_done:
+                if should_stop is not None and not is_stopped and should_stop():
+                    is_stopped = True
+                    self.abort(call.request_ids)
+                self.turn(call)
+                if on_turn is not None:
+                    on_turn()
+        except BaseException:  # of a caller's function, or Ctrl-C: nothing of the call may stay
+            self.abort(call.request_ids)
+            while not call.is_done:
+                self.turn(call)
+            raise
         self.check(call)
         return call.outputs()
 

@@ -100,14 +100,22 @@ class StepFlops:
         config: the model.
         replay_mode: of bounded replay; it acts on prompts alone.
         replay_keep: last tokens of a prompt that the decoder layers run on.
+        keeps_a_row: whether they run on one row of a chunk that lies before these, as those of the
+            published engine do.
 
     Raises:
         ConfigError: bounded replay without tokens to keep.
     """
 
     def __init__(
-        self, config: ModelConfig, *, replay_mode: ReplayMode = "off", replay_keep: int = 0
+        self,
+        config: ModelConfig,
+        *,
+        replay_mode: ReplayMode = "off",
+        replay_keep: int = 0,
+        keeps_a_row: bool = True,
     ) -> None:
+        self._keeps_a_row = int(keeps_a_row)
         if replay_mode != "off" and replay_keep < 1:
             raise ConfigError(
                 f"replay_keep={replay_keep} with replay mode {replay_mode!r}: at least one row of "
@@ -172,7 +180,8 @@ class StepFlops:
             cut_s = (k_s if length_s is None else np.asarray(length_s)) - self._keep
             from_s = begin_s
             if self._mode == "compact":
-                from_s = np.where(prefill_s, np.clip(cut_s, begin_s, k_s - 1), begin_s)
+                last_s = k_s - self._keeps_a_row
+                from_s = np.where(prefill_s, np.clip(cut_s, begin_s, last_s), begin_s)
                 rows_decoder = int((k_s - from_s).sum())
             pairs = self._split(k_s, begin_s, from_s, np.where(prefill_s, cut_s, 0), origin_s)
         else:

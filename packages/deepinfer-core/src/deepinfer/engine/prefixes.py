@@ -67,7 +67,7 @@ class Prefixes:
     ) -> None:
         self._table, self._replay_keep = table, replay_keep
         self._is_on = len(snapshot_slots) > 0 and num_blocks > 0
-        self._cache = PrefixCache(snapshot_slots)
+        self._cache, self._num_snapshot_slots = PrefixCache(snapshot_slots), len(snapshot_slots)
         self.blocks = BlockPool(
             num_blocks, is_useful=self._cache.is_known, on_reuse=self._cache.forget_block
         )
@@ -86,12 +86,17 @@ class Prefixes:
             chosen: receives each one that is told of, just before.
         """
         num_passed = 0
-        live: Counter[Digest] | None = None
+        live: Counter[Digest] = Counter()  # of those told of here, on top of what runs
+        building: Counter[Digest] = Counter()
         for seq in queue:
-            if live is None:
-                live, building = self._live.copy(), self._building.copy()
-            hit = self._lookup(seq)
-            if any(building[digest] for digest in seq.digests[len(hit.blocks) :]):
+            awaited = seq.awaited_digest
+            hit = None
+            if awaited is None or not (self._building[awaited] or building[awaited]):
+                hit = self._lookup(seq)
+                rest = seq.digests[len(hit.blocks) :]
+                found = (d for d in rest if self._building[d] or building[d])
+                seq.awaited_digest = next(found, None)
+            if hit is None or seq.awaited_digest is not None:
                 num_passed += 1
                 if num_passed == _MAX_PASSED_OVER:
                     return
@@ -111,8 +116,8 @@ class Prefixes:
             building.update(_digest_at(seq, point) for point in points)
 
     def begin(self, seq: Sequence, copies: SlotCopies) -> int:
-        """Let a sequence that has just got its slot go on behind what is known; returns the number
-        of tokens that need not be computed.
+        """Let a sequence that has just got its slot go on behind what is known; returns the hit of
+        its prompt in tokens: 0 where it was preempted and goes on from what it had computed itself.
         """
         slot, hit = seq.slot, self._lookup(seq)
         self.blocks.share(hit.blocks)
@@ -121,7 +126,7 @@ class Prefixes:
         if hit.snapshot:
             copies.add(hit.snapshot, slot)
             self._cache.use(_digest_at(seq, hit.num_tokens))
-        seq.checkpoints = self._checkpoints(seq, hit, self._live)
+        seq.checkpoints = self._checkpoints(seq, hit, Counter())
         self._table.stop[slot] = seq.checkpoints[0] if seq.checkpoints else NEVER
         self._num_registered[slot] = len(hit.blocks)
         if not seq.num_preemptions:
@@ -130,7 +135,7 @@ class Prefixes:
             seq.live_digests = tuple(seq.digests)
             self._live.update(seq.live_digests)
             self._building.update(_digest_at(seq, point) for point in seq.checkpoints)
-        return hit.num_tokens
+        return 0 if seq.num_preemptions else hit.num_tokens
 
     def _lookup(self, seq: Sequence) -> Hit:
         """What is known of a waiting sequence's beginning."""
@@ -143,12 +148,16 @@ class Prefixes:
         return self._cache.lookup(seq.digests, longest)
 
     def _checkpoints(self, seq: Sequence, hit: Hit, live: Counter[Digest]) -> list[int]:
-        """Block ends behind a hit at which a snapshot is wanted, ascending."""
+        """Block ends behind a hit at which a snapshot is wanted, ascending.
+
+        Args:
+            live: digests of sequences that are about to run.
+        """
         if not self._is_on:
             return []
         num_shared = 0
         for digest in seq.digests:
-            if not (self._cache.knows(digest) or live[digest]):
+            if not (self._cache.knows(digest) or self._live[digest] or live[digest]):
                 break
             num_shared += 1
         last = (len(seq.token_ids) - 1) // BLOCK_TOKENS
@@ -201,7 +210,7 @@ class Prefixes:
         target = self._cache.add_snapshot(digest)
         if target:
             copies.add(seq.slot, target)
-        self._building[digest] -= 1
+        _drop(self._building, [digest])
         seq.checkpoints = seq.checkpoints[1:]
         self._table.stop[seq.slot] = seq.checkpoints[0] if seq.checkpoints else NEVER
 
@@ -211,8 +220,8 @@ class Prefixes:
         """Take the blocks of a sequence back; what they hold stays known until they are given out
         again, the last ones first.
         """
-        self._live.subtract(seq.live_digests)
-        self._building.subtract(_digest_at(seq, point) for point in seq.checkpoints)
+        _drop(self._live, seq.live_digests)
+        _drop(self._building, [_digest_at(seq, point) for point in seq.checkpoints])
         seq.live_digests, seq.checkpoints = (), []
         self.blocks.release(reversed(held))
 
@@ -227,8 +236,19 @@ class Prefixes:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether nothing is left of sequences that have gone, for tests."""
-        return not any(self._live.values()) and not any(self._building.values())
+        """Whether nothing is left of sequences that have gone, and every snapshot slot is free or
+        in use; for tests.
+        """
+        slots = self._cache.num_snapshots + self._cache.num_free_snapshots
+        return not self._live and not self._building and slots == self._num_snapshot_slots
+
+
+def _drop(counter: Counter[Digest], digests: Iterable[Digest]) -> None:
+    """One less of each; those without any leave the counter."""
+    for digest in digests:
+        counter[digest] -= 1
+        if not counter[digest]:
+            del counter[digest]
 
 
 def _digest_at(seq: Sequence, position: int) -> Digest:

@@ -22,16 +22,16 @@ class WaitingQueue:
     """Sequences in the order in which they are admitted: by rank, smallest first.
 
     A smaller priority number goes first, then the earlier arrival (`Sequence.rank`). Nobody
-    starves: admissions before the sequence that has waited longest are counted, and after
-    `MAX_OVERTAKES` of them (and the rest of what one step admits) that sequence is promoted: it
-    gets the smallest rank of all for good. So a sequence with k older ones before it is admitted
-    after at most k of these and k + 1 times that many later ones.
+    starves: admissions before the sequence that arrived first of all that wait are counted, for
+    good, and after `MAX_OVERTAKES` of them (and the rest of what one step admits) that sequence is
+    promoted: it gets the smallest rank of all. So a sequence with k older ones before it is
+    admitted after at most k of these and k + 1 times that many later ones. The engine promotes a
+    sequence that is preempted a second time before it got any further, too.
     """
 
     def __init__(self) -> None:
         self._by_rank: list[Sequence] = []
         self._by_arrival: list[Sequence] = []
-        self._num_overtakes = 0
 
     def __len__(self) -> int:
         return len(self._by_rank)
@@ -58,11 +58,14 @@ class WaitingQueue:
         for seq in sequences:
             oldest = self._by_arrival[0]
             self.remove(seq)
-            self._num_overtakes = self._num_overtakes + 1 if seq is not oldest else 0
+            if seq is not oldest:
+                oldest.num_overtaken += 1
         # only now, so that what the caller has planned for is what it gets
-        if self._num_overtakes >= MAX_OVERTAKES and self._by_arrival:
-            oldest = self._by_arrival[0]
-            self.remove(oldest)
-            oldest.promote()
-            self.push(oldest)
-            self._num_overtakes = 0
+        if self._by_arrival and self._by_arrival[0].num_overtaken >= MAX_OVERTAKES:
+            self.promote(self._by_arrival[0])
+
+    def promote(self, sequence: Sequence) -> None:
+        """Make a sequence that waits more important than all that were not promoted before."""
+        self.remove(sequence)
+        sequence.promote()
+        self.push(sequence)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from deepinfer.llm import LLM
-    from deepinfer.outputs import RequestOutput
+    from deepinfer.outputs import RequestOutput, cache_hit_rate
 
 __all__ = ["append_record", "describe_hardware", "run_record", "snapshot_revision"]
 
@@ -61,11 +61,7 @@ def run_record(
         "hardware": describe_hardware(llm.model.device),
         "parallel": {"dp": 1, "cp": 1, "ep": 1},  # this version has one process
         "config": asdict(llm.config),
-        "cached_prefix_share": _share(
-            sum(output.stats.num_cached_tokens for output in outputs),
-            sum(output.num_prompt_tokens for output in outputs if output.error is None),
-        ),
-        "num_draft_tokens": None,
+        "cached_prefix_share": cache_hit_rate(outputs),
         "draft_acceptance": _share(
             sum(output.stats.num_drafts_accepted for output in outputs),
             sum(output.stats.num_drafts_verified for output in outputs),

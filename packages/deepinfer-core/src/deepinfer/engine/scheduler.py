@@ -29,9 +29,12 @@ import numpy.typing as npt
 
 from deepinfer.cache.layout import BLOCK_TOKENS
 
-__all__ = ["NEVER", "Running", "SchedulerLimits", "StepPlan", "Waiting", "plan"]
+__all__ = ["NEVER", "PRIORITY_SHIFT", "Running", "SchedulerLimits", "StepPlan", "Waiting", "plan"]
 
 _Ints = npt.NDArray[np.int64]
+
+PRIORITY_SHIFT = 44
+"""A rank is a priority number shifted by this many bits, and an arrival."""
 
 NEVER = 2**62
 """Position of a stop that there is not."""
@@ -172,10 +175,10 @@ def _make_room(
     """See to the blocks that `counts_r` needs; returns the rows that can run, the sequences to
     preempt for them, and the blocks left free.
 
-    The most important sequence in need is served first. Where blocks are short, the victim is,
-    among the less important ones, the one that loses the least work: the fewest positions to
-    compute again, and the less important one on ties. Without a victim, only the rows run for
-    which there are blocks.
+    The most important sequence in need is served first. Where blocks are short, the victim is one
+    of the less important ones: of those with the largest priority number the one that loses the
+    least work (the fewest positions to compute again), and the later arrival on ties. Without a
+    victim, only the rows run for which there are blocks.
     """
     need_r = limits.blocks_for(running.num_computed_r + counts_r) - running.num_blocks_r
     need_r = np.where(counts_r > 0, np.maximum(need_r, 0), 0)
@@ -192,7 +195,8 @@ def _make_room(
                 counts_r[r] = max(0, room - int(running.num_computed_r[r]))
                 need_r[r] = num_free if counts_r[r] else 0
                 break
-            cost = np.lexsort((-running.rank_r[less], running.num_computed_r[less]))
+            rank = running.rank_r[less]
+            cost = np.lexsort((-rank, running.num_computed_r[less], -(rank >> PRIORITY_SHIFT)))
             victim = int(less[cost[0]])
             victims.append(victim)
             num_free += int(running.num_blocks_r[victim])

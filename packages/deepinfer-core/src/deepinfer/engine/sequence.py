@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer.cache.prefix_cache import Digest
+from deepinfer.engine.scheduler import PRIORITY_SHIFT
 from deepinfer.engine.text import OutputText
 from deepinfer.outputs import CompletionOutput, RequestDelta, RequestOutput
 from deepinfer.sampling_params import SamplingParams
@@ -72,6 +73,8 @@ class Sequence:
     """Importance: smaller is more important."""
     digests: list[Digest] = field(default_factory=list)
     """Of its full blocks, as far as they were needed."""
+    awaited_digest: Digest | None = None
+    """While it waits: the beginning that a running sequence is computing for it, too."""
     live_digests: tuple[Digest, ...] = ()
     """Those that count as being computed while it runs."""
     checkpoints: list[int] = field(default_factory=list)
@@ -88,6 +91,8 @@ class Sequence:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     num_shown: int = 0
     """Tokens of the answer that deltas have told of."""
+    num_overtaken: int = 0
+    """Later sequences that were admitted while this one was the oldest that waited."""
     num_preemptions: int = 0
     num_computed_before: int = 0
     """Positions that had been computed when it was preempted."""
@@ -96,7 +101,7 @@ class Sequence:
     last_token_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.rank = (self.request.priority << 44) + self.arrival
+        self.rank = (self.request.priority << PRIORITY_SHIFT) + self.arrival
 
     def promote(self) -> None:
         """Make it more important than all that were not promoted before it."""

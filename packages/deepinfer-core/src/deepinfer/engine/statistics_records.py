@@ -27,7 +27,8 @@ class StepRecord:
     num_decode_rows: int
     """Rows of sequences past their prompt: the newest token of each, and drafts."""
     num_committed_tokens: int
-    """Tokens that the results of this step added to outputs."""
+    """Tokens that the results of this step added to outputs, without those of earlier steps that
+    a stop string took back: it may be negative."""
     num_wasted_rows: int = 0
     """Rows whose result was thrown away, as of a sequence that had stopped; not rejected drafts."""
     num_running: int

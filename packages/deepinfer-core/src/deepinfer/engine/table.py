@@ -117,6 +117,11 @@ class SequenceTable:
         self._running = None
         return held
 
+    def num_outputs(self, seq: Sequence) -> int:
+        """Tokens of an answer so far, whether it runs or waits."""
+        known = int(self.num_tokens[seq.slot]) if seq.slot else len(seq.token_ids)
+        return known - seq.num_prompt_tokens
+
     def note_time(self, seq: Sequence) -> None:
         """Tell a sequence that runs when its newest token came."""
         if self.num_tokens[seq.slot] > self.num_prompt[seq.slot]:

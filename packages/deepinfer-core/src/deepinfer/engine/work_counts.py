@@ -62,8 +62,8 @@ def count_step(
         total = flops(
             batch.count_s,
             end_s,
-            is_prefill_s=end_s <= prompt_s,
-            length_s=np.maximum(prompt_s, end_s),
+            is_prefill_s=start_s < np.maximum(prompt_s, redo_s),
+            length_s=prompt_s,
             num_logits=int(batch.num_logits_s.sum()),
         )[1]
     return StepWorkCounts(len(batch.token_ids_t), num_prefill, num_recomputed, num_skipped, total)

@@ -62,6 +62,11 @@ class Model:
         """Where it runs."""
         return self.kernels.device
 
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number of the compute type."""
+        return self.kernels.compute_dtype.itemsize
+
     def forward(self, step: StepInputs, cache: CachePools) -> torch.Tensor:
         """Logits of `step.logits_rows`, float32 (rows, V). Writes the step's rows into `cache`."""
         return self.transformer.forward(step, cache)

@@ -9,9 +9,10 @@ from deepinfer.cache.layout import BLOCK_TOKENS, CacheLayout
 from deepinfer.cache.records import KvFormat
 from deepinfer.checkpoint.schema import expected_tensors
 from deepinfer.checkpoint.storage import stored_bytes, stored_form
-from deepinfer.config.engine_config import CPU_MEMORY_SHARE
+from deepinfer.config.engine_config import CPU_MEMORY_SHARE, EngineConfig, resolve
 from deepinfer.config.machine import available_memory_bytes
 from deepinfer.config.model_config import ModelConfig
+from deepinfer.errors import ConfigError
 
 from .budget import CacheFit, fit_cache
 from .memory import resident_bytes
@@ -36,6 +37,9 @@ class ModelReport:
     """Where the budget comes from, in words."""
     fits: CacheFit | None
     """None where neither a budget is given nor the free memory is known."""
+    engine: dict[str, Any] | None
+    """What an engine with the defaults makes of that budget, `ResolvedConfig`'s figures; with the
+    key `error` where it refuses."""
 
     @property
     def weights_fit(self) -> bool | None:
@@ -53,6 +57,7 @@ class ModelReport:
             "memory": {"available_bytes": self.available_bytes, "weights_fit": self.weights_fit},
             "budget_source": self.budget_source,
             "fits": self.fits.to_dict() if self.fits is not None else None,
+            "engine": self.engine,
         }
 
 
@@ -98,7 +103,22 @@ def describe_model(
         fits=None
         if budget is None
         else fit_cache(layout, budget_bytes=budget, max_model_len=length),
+        engine=None if budget is None else _engine(layout, budget, max_model_len),
     )
+
+
+def _engine(layout: CacheLayout, budget: int, max_model_len: int | None) -> dict[str, Any]:
+    """What the engine decides for a budget."""
+    asked = EngineConfig(kv_cache_memory_bytes=max(1, budget), max_model_len=max_model_len)
+    try:
+        found = resolve(asked, layout, free_bytes=budget)
+    except ConfigError as problem:
+        return {"error": str(problem)}
+    names = (
+        *("max_num_seqs", "max_model_len", "max_num_batched_tokens"),
+        *("num_blocks", "num_snapshots", "cache_bytes"),
+    )
+    return {name: getattr(found, name) for name in names}
 
 
 def _geometry(config: ModelConfig) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class ScriptedModel:
         ConfigError: an argument out of range, or a script that cannot be.
     """
 
+    compute_bytes: ClassVar[int] = 4
     NAN: ClassVar[Fault] = Fault.NAN
     """Preference: every logit is NaN."""
     INF: ClassVar[Fault] = Fault.INF
