@@ -46,7 +46,6 @@ class FakeCore:
     runs: list[dict[str, Any]] = field(default_factory=list)
     stats: RequestStats = RequestStats(queue_s=0.01, prefill_s=0.02, decode_s=0.1)
     is_closed: bool = False
-    aborted: list[str] = field(default_factory=list)
 
     def open(self, model: str, **options: Any) -> FakeCore:
         self.loads.append({"model": model, **options})
@@ -81,7 +80,11 @@ class FakeCore:
         return results
 
     def stream(
-        self, prompts: list[dict[str, Any]], params: SamplingParams
+        self,
+        prompts: list[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        should_stop: Callable[[], bool],
     ) -> Iterator[RequestDelta]:
         self.runs.append({"prompts": prompts, "params": params, "is_stream": True})
         (prompt,) = prompts
@@ -91,7 +94,7 @@ class FakeCore:
             yield RequestDelta(request_id="r0", index=0, token_ids=[token], text=text)
             if self.on_step is not None:
                 self.on_step(at)
-            if self.aborted:
+            if should_stop():
                 cut = CompletionOutput(token_ids=result.token_ids[: at + 1], finish_reason="abort")
                 result = replace(result, outputs=[cut])
                 break
@@ -100,9 +103,6 @@ class FakeCore:
         )
         if self.dies_at is not None:
             raise EngineError("the engine has stopped: boom", [result])
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
 
     def __enter__(self) -> FakeCore:
         return self

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +16,7 @@ from tests.core.engine.scripted import engine_of, greedy, leftovers, llm_of
 
 import deepinfer
 from deepinfer.checkpoint import synthesize
+from deepinfer.engine.text import OutputText
 from deepinfer.errors import CheckpointError, EngineError, RequestError
 from deepinfer.kernels.cpu import CpuKernels
 from deepinfer.llm import LLM
@@ -127,6 +132,70 @@ def test_callers_in_other_threads_learn_of_the_failure_too() -> None:
     for thread in threads:
         thread.join(20)
     assert caught == [(1, "error")] * 5
+
+
+def test_an_exit_raised_in_a_background_step_does_not_hang_the_next_call() -> None:
+    model = ScriptedModel(after="hash", scripts={}, fails_at=3, raises=SystemExit("x"))
+    llm = llm_of(model)
+
+    async def ask() -> None:
+        await asyncio.wait_for(llm.generate_async([[1]], greedy(max_tokens=20)), timeout=20)
+
+    for _ in range(2):
+        with pytest.raises(EngineError, match="has stopped"):
+            asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_async", ["False", "True"])
+def test_a_program_may_end_while_the_engine_runs(is_async: str) -> None:
+    program = f"""
+import asyncio
+from deepinfer.llm import LLM
+from deepinfer.sampling_params import SamplingParams
+from deepinfer.testing import ScriptedModel
+
+async def main():
+    llm = LLM(ScriptedModel(after="hash", scripts={{}}, step_time_s=0.01), max_num_seqs=2,
+              async_scheduling={is_async})
+    asyncio.create_task(llm.generate_async([[1]], SamplingParams(max_tokens=3000)))
+    await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_engine_that_is_forgotten_gives_its_thread_back() -> None:
+    before = threading.active_count()
+    llm = llm_of(ScriptedModel(after="hash", scripts={}), async_scheduling=True)
+    llm.generate([[1]], greedy(max_tokens=2))
+    assert threading.active_count() == before + 1
+    del llm
+    gc.collect()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("problem", [RequestError("no text"), ValueError("decoder bug")])
+def test_whatever_a_tokenizer_raises_ends_that_request_only(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ScriptedModel(tokenizer="bytes", scripts={"a": "good", "b": "evil"})
+    llm, append = llm_of(model), OutputText.append
+
+    def refuse(self: Any, token: int, *, may_stop: bool = True) -> bool:
+        found = append(self, token, may_stop=may_stop)
+        if self.text == "evi":
+            raise problem
+        return found
+
+    monkeypatch.setattr(OutputText, "append", refuse)
+    outputs = llm.generate(["a", "b", "a"], greedy(stop=["zz"]))
+    assert [o.finish_reason for o in outputs] == ["stop", "error", "stop"]
+    assert str(problem) in str(outputs[1].error)
+    assert leftovers(llm) == []
 
 
 def test_text_that_cannot_be_made_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,20 @@ def test_snapshots_keep_to_their_memory() -> None:
     assert cached(off.generate([prompts[0]] * 2, greedy(max_tokens=2))) == [0, 0]
 
 
+def test_snapshots_of_one_step_do_not_take_each_others_slot() -> None:
+    llm = llm_of(
+        ScriptedModel(after="hash", scripts={}),
+        snapshot_memory_bytes=ScriptedModel().layout.bytes_per_slot(),
+        max_num_seqs=8,
+        max_num_batched_tokens=2000,
+    )
+    prompts = [tokens(i, BLOCK + 5) for i in range(5)]
+    want = answers(llm.generate(prompts, greedy(max_tokens=3)))
+    for _ in range(2):
+        for prompt, answer in zip(prompts, want, strict=True):
+            assert answers(llm.generate([prompt], greedy(max_tokens=3))) == [answer]
+
+
 def test_priority_and_deferral_do_not_starve_a_request() -> None:
     llm = llm_of(ScriptedModel(after="hash", scripts={}), max_num_seqs=2)
     prompt = tokens(5, 300)
@@ -351,6 +365,7 @@ def test_the_cache_agrees_with_a_plain_model_of_it(seed: int) -> None:
             pool.release([held.pop(draw.randrange(len(held)))])
         elif action < 0.8:
             digest = draw.choice(chain)
+            cache.begin_step()
             slot = cache.add_snapshot(digest)
             assert (slot == 0) == (digest in snapshots)
             snapshots = [d for d in snapshots if d != digest][-2 if slot else -3 :] + [digest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import pairwise
 from typing import Any
 
@@ -188,3 +190,61 @@ def test_requests_without_a_seed_get_their_own_and_report_it() -> None:
     assert len({tuple(output.token_ids) for output in outputs}) == 4
     again = llm.generate([[5, 6]] * 4, [SamplingParams(max_tokens=8, seed=s) for s in seeds])
     assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("replay", ["off", "mask", "compact"])
+def test_sampled_image_tokens_are_the_same_in_both_loops(replay: str) -> None:
+    """The scripted model compares every look-back with the tokens that it was shown."""
+    image = ScriptedModel(tokenizer="bytes").config.image_token_id
+    assert image is not None
+    scripts = {
+        (10, 11, 12): [65, 66, image, 67, 68, image, 69, 70, 71, 72],
+        (20, 21, 22): [75, 76, image, 77, 78, 79, 80, 81, 82, 83],
+    }
+    found = []
+    for is_async in (False, True):
+        model = ScriptedModel(tokenizer="bytes", scripts=scripts, allows_replay=True)
+        llm = llm_of(
+            model, max_num_seqs=1, max_model_len=64, async_scheduling=is_async, swa_replay=replay
+        )
+        outputs = llm.generate([[10, 11, 12], [20, 21, 22]] * 2, greedy(max_tokens=10))
+        assert [output.error for output in outputs] == [None] * 4
+        found.append([output.token_ids for output in outputs])
+        llm.close()
+    assert found[0] == found[1]
+
+
+def test_a_stream_that_was_never_begun_leaves_nothing_behind() -> None:
+    llm = llm_of(ScriptedModel(after="hash", scripts={}))
+    stream = llm.stream([[1], [2]], greedy())
+    del stream
+    assert llm.generate([[3]], greedy(max_tokens=2))[0].finish_reason == "length"
+    assert leftovers(llm) == []
+
+
+def test_a_stream_forgotten_inside_a_step_hangs_nobody() -> None:
+    model = ScriptedModel(after="hash", scripts={})
+    llm = llm_of(model)
+    streams = [llm.stream([[1], [2]], greedy())]
+    next(streams[0])
+    model.on_forward = lambda step: streams.clear()
+    assert llm.generate([[3]], greedy(max_tokens=2))[0].finish_reason == "length"
+    model.on_forward = None
+    llm.generate([[3]], greedy(max_tokens=2))
+    assert leftovers(llm) == []
+
+
+@LOOPS
+def test_ctrl_c_while_a_delta_is_awaited_ends_the_stream_and_not_the_engine(
+    is_async: bool,
+) -> None:
+    model = ScriptedModel(after="hash", scripts={})
+    llm = llm_of(model, async_scheduling=is_async)
+    stream = llm.stream([[1], [2]], greedy())
+    next(stream)
+    model.on_forward = lambda step: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    model.on_forward = None
+    assert llm.generate([[3]], greedy(max_tokens=2))[0].finish_reason == "length"
+    assert leftovers(llm) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from deepinfer.engine.progress import Bar
 from deepinfer.engine.prompts import Prompt, as_prompts
 from deepinfer.engine.runner import EngineModel
 from deepinfer.engine.statistics import Counts, Statistics
+from deepinfer.engine.streaming import DeltaStream
 from deepinfer.engine.submission import Submission
 from deepinfer.errors import ConfigError, EngineError, RequestError
 from deepinfer.model.load import load_model
@@ -111,6 +113,9 @@ class LLM:
         )
         self._driver = Driver(Engine(self.model, self.config))
         self._submission = Submission(self.model, self.config)
+        # also when it is forgotten, and at the end of the program: a thread inside torch would
+        # crash it
+        self._closing = weakref.finalize(self, self._driver.close)
 
     # ---- answers ----
 
@@ -150,6 +155,21 @@ class LLM:
         check_keywords(unknown, _names_of(self.generate), "generate", RequestError)
         call = self._submit(prompts, sampling_params, prompt_token_ids, priority)
         start = self.statistics.counts
+        try:
+            return self._wait(call, start, use_tqdm, on_progress, should_stop)
+        except BaseException:
+            self._driver.abort(call.request_ids)
+            raise
+
+    def _wait(
+        self,
+        call: Call,
+        start: Counts,
+        use_tqdm: bool,
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> list[RequestOutput]:
+        """Run a call to its end, under a bar and with an eye on Ctrl-C."""
         with InterruptWatch() as watch, Bar(len(call.results), enabled=use_tqdm) as bar:
 
             def turn() -> None:
@@ -249,28 +269,7 @@ class LLM:
         call = self._submit(
             prompts, sampling_params, prompt_token_ids, priority, on_delta=deltas.append
         )
-        return self._stream(call, deltas, should_stop)
-
-    def _stream(
-        self,
-        call: Call,
-        deltas: deque[RequestDelta],
-        should_stop: Callable[[], bool] | None,
-    ) -> Iterator[RequestDelta]:
-        try:
-            while deltas or not call.is_done:
-                if deltas:
-                    yield deltas.popleft()
-                    continue
-                if should_stop is not None and should_stop():
-                    should_stop = None
-                    self._driver.abort(call.request_ids)
-                self._driver.turn(call)
-            self._driver.check(call)
-        finally:
-            if not call.is_done:
-                self._driver.abort(call.request_ids)
-                self._driver.run(call)
+        return DeltaStream(self._driver, call, deltas, should_stop)
 
     async def generate_async(
         self,
@@ -357,7 +356,9 @@ class LLM:
         Args:
             request_id: `RequestDelta.request_id`, or several.
         """
-        names = [request_id] if isinstance(request_id, str) else [*request_id]
+        names = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise RequestError(f"request_id={shown(request_id)} is no name, nor a list of names")
         self._driver.abort(names)
 
     # ---- the rest ----
@@ -399,7 +400,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort what runs and give the caches back; more than once does no harm."""
-        self._driver.close()
+        self._closing()
 
     def __enter__(self) -> Self:
         return self

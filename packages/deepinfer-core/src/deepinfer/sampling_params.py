@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from deepinfer.errors import RequestError
 
-__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "SamplingParams"]
+__all__ = ["GREEDY_BELOW", "MAX_ANSWERS", "MAX_LOGPROBS", "SamplingParams"]
 
 GREEDY_BELOW = 1e-5
 """A temperature below this one is greedy."""
 
 MAX_LOGPROBS = 1000
 """Most alternatives of which log-probabilities can be asked."""
+
+MAX_ANSWERS = 16384
+"""Most answers to one prompt."""
 
 _MAX_COUNT = 2**31 - 1
 _MAX_TEMPERATURE = 1e9  # far above it, 1 / temperature is no normal float32; all tokens are alike
@@ -53,7 +56,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Number of answers to each prompt, at least 1."""
+    """Number of answers to each prompt, 1 to 16384."""
     temperature: float = 1.0
     """Scale of randomness, 0 to 1e9; below 1e-5 the most likely token is taken each time."""
     top_p: float = 1.0
@@ -272,7 +275,7 @@ def _checked(name: str, value: Any, told: str = "") -> Any:
 
 
 _BOUNDS: dict[str, tuple[bool, float, float, bool, bool]] = {
-    "n": (False, 1, _MAX_COUNT, True, False),
+    "n": (False, 1, MAX_ANSWERS, True, False),
     "temperature": (False, 0, _MAX_TEMPERATURE, False, False),
     "top_p": (False, 0, 1, False, True),
     "top_k": (False, -1, _MAX_COUNT, True, False),

@@ -215,15 +215,13 @@ def _stream(
     output: RequestOutput | None = None
     has_begun = False
     try:
-        for delta in llm.stream([prompt], params):
+        for delta in llm.stream([prompt], params, should_stop=watch.should_stop):
             text = delta.text
             if llm.tokenizer is None:
                 text = "".join(f" {token}" for token in delta.token_ids)[0 if has_begun else 1 :]
             if text:
                 write_stdout(text)
                 has_begun = True
-            if watch.should_stop() and delta.output is None:
-                llm.abort(delta.request_id)  # its last delta comes with what there is
             output = delta.output or output
     finally:
         if has_begun or (output is not None and output.error is None):

@@ -88,6 +88,7 @@ class CachePools:
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the state of slots (window rings, compressor state) to other slots, in place."""
+        assert len({*targets}) == len(targets), f"two states for one slot: {targets}"
         for tensor in (*(pool.data for pool in self.window), *self.states.values()):
             slots = tensor.unflatten(0, (self.num_slots + 1, -1))
             slots[targets] = slots[sources]

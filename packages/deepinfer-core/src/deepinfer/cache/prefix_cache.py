@@ -75,6 +75,7 @@ class PrefixCache:
         self._block_of: dict[Digest, int] = {}
         self._digest_of: dict[int, Digest] = {}
         self._snapshots: OrderedDict[Digest, int] = OrderedDict()
+        self._fresh: set[Digest] = set()
 
     @property
     def num_snapshots(self) -> int:
@@ -138,18 +139,25 @@ class PrefixCache:
         """Whether a block's content is known."""
         return block in self._digest_of
 
+    def begin_step(self) -> None:
+        """Snapshots added from here on are all taken behind one step: none of them may make room
+        for another.
+        """
+        self._fresh.clear()
+
     def add_snapshot(self, digest: Digest) -> int:
         """A slot for a snapshot behind a block; 0: there is one already, or there is no room."""
         if digest in self._snapshots:
             self.use(digest)
             return 0
         if not self._free_slots:
-            if not self._snapshots:
+            oldest = next((known for known in self._snapshots if known not in self._fresh), None)
+            if oldest is None:
                 return 0
-            _, slot = self._snapshots.popitem(last=False)
-            self._free_slots.append(slot)
+            self._free_slots.append(self._snapshots.pop(oldest))
         slot = self._free_slots.pop()
         self._snapshots[digest] = slot
+        self._fresh.add(digest)
         return slot
 
     def clear(self) -> None:
@@ -158,3 +166,4 @@ class PrefixCache:
         self._digest_of.clear()
         self._free_slots.extend(self._snapshots.values())
         self._snapshots.clear()
+        self._fresh.clear()

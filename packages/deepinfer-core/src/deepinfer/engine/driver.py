@@ -92,6 +92,7 @@ class Driver:
         self._steps = threading.Lock()
         self._background: threading.Thread | None = None
         self._starts = threading.Lock()
+        self._stepper: int | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue checked requests; from any thread."""
@@ -129,23 +130,32 @@ class Driver:
                     on_turn()
         except BaseException:  # of a caller's function, or Ctrl-C: nothing of the call may stay
             self.abort(call.request_ids)
-            while not call.is_done:
-                self.turn(call)
+            self.finish(call)
             raise
         self.check(call)
         return call.outputs()
 
+    def finish(self, call: Call) -> None:
+        """Wait for the results of a call that was aborted. Inside a step (a stream may be forgotten
+        there) nothing can be waited for; the next step sees to it.
+        """
+        while not call.is_done and self._stepper != threading.get_ident():
+            self.turn(call)
+
     def turn(self, call: Call) -> None:
         """One step, here or in another thread."""
+        assert self._stepper != threading.get_ident(), "the engine is stepped inside a step"
         if not self._steps.acquire(blocking=False):
             call.wait(_WAIT_S)
             return
+        self._stepper = threading.get_ident()
         try:
             self._step()
             if call.is_done and not self._inbox and not self.engine.has_unfinished:
                 while self.engine.has_work:  # a step that was launched before the end was known
                     self._step()
         finally:
+            self._stepper = None
             self._steps.release()
 
     def check(self, call: Call) -> None:
@@ -160,7 +170,8 @@ class Driver:
     def run_in_background(self) -> None:
         """See that a thread steps the engine until there is nothing to do."""
         with self._starts:
-            if self._background is None:
+            # in a forked process the thread of the parent is not there
+            if self._background is None or not self._background.is_alive():
                 self._background = threading.Thread(
                     target=self._serve, name="deepinfer-engine", daemon=True
                 )
@@ -171,11 +182,20 @@ class Driver:
         with self._steps:
             self._empty_inbox()
             self.engine.close()
+        background = self._background
+        if background is not None and background is not threading.current_thread():
+            background.join(timeout=30.0)
 
     def _serve(self) -> None:
         while True:
             with self._steps:
-                self._step()
+                self._stepper = threading.get_ident()
+                try:
+                    self._step()
+                except BaseException as problem:  # the requests have been told by the engine
+                    logger.error("%s", problem)
+                finally:
+                    self._stepper = None
             with self._starts:  # new work starts a new thread, or is seen by this one
                 if not self._inbox and not self.engine.has_work:
                     self._background = None

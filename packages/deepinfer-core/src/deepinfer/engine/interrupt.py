@@ -20,8 +20,8 @@ class InterruptWatch:
     keeps it, and threads other than the main one never get the signal.
     """
 
-    def __init__(self) -> None:
-        self.is_interrupted = False
+    def __init__(self, notice: str = "interrupted: returning what is there") -> None:
+        self.is_interrupted, self._notice = False, notice
         self._is_on = False
 
     def __enter__(self) -> Self:
@@ -44,4 +44,4 @@ class InterruptWatch:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.is_interrupted = True
-        logger.warning("interrupted: returning what is there; Ctrl-C again ends at once")
+        logger.warning("%s; Ctrl-C again ends at once", self._notice)

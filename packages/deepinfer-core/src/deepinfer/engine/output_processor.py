@@ -125,9 +125,15 @@ class OutputProcessor:
             hides = end is not None or (token == self._eos and not params.ignore_eos)
             if not hides and seq.text.append(token, may_stop=may_stop):
                 end = End(seq, "stop", stop_reason=seq.text.stop_reason)
-        except RequestError as problem:
-            return End(seq, "error", error=str(problem))
+        except Exception as problem:  # whatever a tokenizer raises ends this request alone
+            return self._failed(seq, problem)
         return end
+
+    @staticmethod
+    def _failed(seq: Sequence, problem: Exception) -> End:
+        if not isinstance(problem, RequestError):
+            logger.error("request %s failed", seq.request.request_id, exc_info=problem)
+        return End(seq, "error", error=str(problem) or type(problem).__name__)
 
     @staticmethod
     def _note_logprobs(seq: Sequence, count: int, row: int, samples: StepSamples) -> None:
@@ -166,8 +172,8 @@ class OutputProcessor:
         try:
             tail = seq.text.finish() if seq.text is not None else ""
             completion = self._completion(end, output_ids)
-        except RequestError as problem:
-            end = End(seq, "error", error=str(problem))
+        except Exception as problem:  # whatever a tokenizer raises ends this request alone
+            end = self._failed(seq, problem)
             completion = CompletionOutput(
                 index=seq.number, token_ids=output_ids, finish_reason="error", seed=seq.seed
             )

@@ -183,6 +183,7 @@ class Prefixes:
         copies, table = SlotCopies(), self._table
         if not self._is_on:
             return copies
+        self._cache.begin_step()
         # tokens that are not read yet have no digest yet
         full = np.minimum(ends, table.num_tokens[slots]) // BLOCK_TOKENS
         is_new = (full > self._num_registered[slots]) | (ends == table.stop[slots])

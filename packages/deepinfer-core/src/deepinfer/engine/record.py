@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepinfer
+from deepinfer.outputs import cache_hit_rate
 
 if TYPE_CHECKING:
     import torch
 
     from deepinfer.llm import LLM
-    from deepinfer.outputs import RequestOutput, cache_hit_rate
+    from deepinfer.outputs import RequestOutput
 
 __all__ = ["append_record", "describe_hardware", "run_record", "snapshot_revision"]
 
@@ -62,6 +63,7 @@ def run_record(
         "parallel": {"dp": 1, "cp": 1, "ep": 1},  # this version has one process
         "config": asdict(llm.config),
         "cached_prefix_share": cache_hit_rate(outputs),
+        "num_draft_tokens": None,
         "draft_acceptance": _share(
             sum(output.stats.num_drafts_accepted for output in outputs),
             sum(output.stats.num_drafts_verified for output in outputs),

@@ -139,6 +139,10 @@ class _Chain:
         is_image = token == self._image_token_id
         inputs.token_ids_t[row] = token
         inputs.rows.is_image_t[row] = is_image
+        if inputs.decoder_rows is not inputs.rows:
+            keep = inputs.decoder_keep
+            flags = inputs.rows.is_image_t if keep is None else inputs.rows.is_image_t[keep]
+            inputs.decoder_rows.is_image_t.copy_(flags)
         if inputs.lookback_tg is not None:
             lookback = inputs.lookback_tg[row]
             lookback[:, 0] = token

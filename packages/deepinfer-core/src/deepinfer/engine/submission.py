@@ -18,6 +18,7 @@ from deepinfer.engine.prompts import token_ids_of
 from deepinfer.engine.runner import EngineModel
 from deepinfer.engine.sequence import MAX_PRIORITY, Request
 from deepinfer.errors import RequestError
+from deepinfer.model.arguments import plain
 from deepinfer.outputs import RequestDelta, RequestOutput
 from deepinfer.sampling.seeds import derived_seed
 from deepinfer.sampling_params import SamplingParams
@@ -147,8 +148,7 @@ def _failed_delta(result: RequestOutput) -> RequestDelta:
 
 def _one_each(name: str, given: Any, kind: type, default: Any, prompts: Sequence[object]) -> Any:
     """One value per prompt, of one for all, one each, or None."""
-    if given is None:
-        given = default
+    given = default if given is None else plain(given)
     if isinstance(given, kind) and not isinstance(given, bool):
         return [given] * len(prompts)
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
@@ -157,7 +157,8 @@ def _one_each(name: str, given: Any, kind: type, default: Any, prompts: Sequence
         raise RequestError(
             f"{name} has {len(given)} items for {len(prompts)} prompts; give one, or one each"
         )
+    given = [plain(item) for item in given]
     wrong = next((x for x in given if not isinstance(x, kind) or isinstance(x, bool)), None)
     if wrong is not None:
         raise RequestError(f"{name} has {shown(wrong)}, which is no {kind.__name__}")
-    return [*given]
+    return given

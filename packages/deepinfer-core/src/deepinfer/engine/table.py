@@ -187,6 +187,9 @@ class SequenceTable:
         """
         start_s = self.num_computed[slots]
         end_s = start_s + counts
+        unread = slots[self.num_unread[slots] > 0]
+        if len(unread):  # what the slot's last owner left there must not pass for an image
+            self.tokens[unread, self.num_tokens[unread]] = 0 if self._image_token_id else 1
         slot_t, position_t = slots, start_s
         if counts.max() > 1:
             slot_t, position_t = slots.repeat(counts), ranges(start_s, counts)

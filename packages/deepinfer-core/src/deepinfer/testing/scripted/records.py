@@ -95,6 +95,7 @@ class ScriptedCache:
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the state of slots to other slots, as `CachePools` does."""
+        assert len({*targets}) == len(targets), f"two states for one slot: {targets}"
         for pool in (*self.windows, self.states):
             slots = pool.reshape(NUM_FIELDS, self.num_slots + 1, -1)
             slots[:, [*targets]] = slots[:, [*sources]]
