@@ -80,6 +80,16 @@ check_compiler() { # without one the CPU runs on torch; Triton cannot do without
     fi
 }
 
+check_torch() { # pip's choice on Linux is a CUDA build
+    local torch
+    torch=$("$python" -c 'import torch; print(torch.__version__)' 2>/dev/null)
+    case $torch in
+        '') report warning torch "not installed: pip may take a CUDA build of several GB" "any build >= 2.9" \
+            "for a CPU build: ./build.sh -- --extra-index-url <index of CPU builds>, or --find-links <folder with the wheel>" ;;
+        *) report ok torch "$torch" "any build >= 2.9" ;;
+    esac
+}
+
 check_nvidia() {
     local cuda device capability listed torch
     if ! command -v nvidia-smi >/dev/null 2>&1; then
@@ -162,6 +172,7 @@ esac
 check_system
 check_python
 check_compiler
+[ "$accelerator" != cpu ] || check_torch
 [ "$accelerator" != nvidia ] || check_nvidia
 [ "$accelerator" != ascend ] || check_ascend
 

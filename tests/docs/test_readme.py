@@ -66,3 +66,11 @@ def test_commands_of_the_makefile_are_the_ones_shown():
     shown = re.findall(r"^make (\w+)$", README.read_text("utf-8"), re.M)
     assert shown == ["demo", "test"]
     assert set(shown) <= set(targets)
+
+
+def test_headings_are_unique_and_comments_closed():
+    """A text that was pasted twice, or a comment's end outside one, shows on the page."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
+    assert len(set(headings)) == len(headings)
+    assert "-->" not in re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)

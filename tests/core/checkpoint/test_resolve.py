@@ -64,8 +64,9 @@ def test_offline_asks_the_cache_alone(download):
         *("x" * 300 + "/../y", "nowhere", "nowhere/", "tiny-model"),
     ],
 )
-def test_what_is_neither_folder_nor_hub_id_is_refused(model, download):
+def test_what_is_neither_folder_nor_hub_id_is_refused(model, download, tmp_path, monkeypatch):
     """A bare word used to be asked of the hub, and the answer spoke of the hub alone."""
+    monkeypatch.chdir(tmp_path)  # where the suite runs, a folder of that name may lie
     with pytest.raises(
         ConfigError,
         match=r"there is no such folder; allowed: the folder of a checkpoint or a hub id",

@@ -214,6 +214,26 @@ def test_sampled_image_tokens_are_the_same_in_both_loops(replay: str) -> None:
     assert found[0] == found[1]
 
 
+@LOOPS
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_prompts_in_chunks_of_one_row_are_no_decoding(rows: int, is_async: bool) -> None:
+    """Steps that are not planned follow only steps in which every row gave a token."""
+    prompts = [[1, 2], [3], list(range(20)), [4, 5, 6]]
+    llms = [
+        llm_of(
+            ScriptedModel(after="hash", scripts={}),
+            max_num_seqs=min(4, count),
+            max_num_batched_tokens=count,
+            async_scheduling=is_async,
+        )
+        for count in (rows, 64)
+    ]
+    narrow, wide = (
+        [output.token_ids for output in llm.generate(prompts, greedy(max_tokens=9))] for llm in llms
+    )
+    assert narrow == wide
+
+
 def test_a_stream_that_was_never_begun_leaves_nothing_behind() -> None:
     llm = llm_of(ScriptedModel(after="hash", scripts={}))
     stream = llm.stream([[1], [2]], greedy())

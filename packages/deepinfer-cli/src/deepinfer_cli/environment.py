@@ -76,6 +76,8 @@ class EnvironmentDefaults:
         unused = []
         for variable, field in _ALIASES.items():
             value = getattr(self._environment, field)
+            if field == "swa_replay_keep" and value == 0:
+                value = None  # the published default: nothing is asked for
             option = "--" + field.replace("_", "-")
             if value is not None and not _fill(options, option, str(value).lower(), variable):
                 unused.append(variable)

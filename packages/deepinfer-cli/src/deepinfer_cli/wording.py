@@ -20,7 +20,7 @@ OPTIONS = {
 """Options of Python that a command has as well, and how it spells them."""
 
 _NAMES = "|".join(sorted(OPTIONS, key=len, reverse=True))
-_OPTION = re.compile(rf"(?<![\w-])({_NAMES})\b(=('[^']*'|[\w.+-]*\w))?", re.ASCII)
+_OPTION = re.compile(rf"(?<![\w'-])({_NAMES})\b(=('[^']*'|[\w.+-]*\w))?", re.ASCII)
 
 
 def in_cli_words(text: str) -> str:
