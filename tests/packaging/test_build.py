@@ -19,6 +19,7 @@ PYTHON = """case "$*" in
 *python_version*) echo {version} ;;
 *torch_npu*) exit {npu} ;;
 *torch.version*) echo {torch} ;;
+*torch.__version__*) echo {torch} ;;
 *"pip --version"*) exit {pip} ;;
 *) echo "ran: $*" ;;
 esac"""
@@ -269,3 +270,12 @@ def test_a_real_installation_brings_exactly_the_set_of_the_cpu(root, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = {path.name.partition("-")[0] for path in (tmp_path / "site").glob("*.dist-info")}
     assert found == {"deepinfer_core", "deepinfer_cli"}
+
+
+def test_the_cpu_is_told_that_pip_may_take_a_large_build_of_torch(machine):
+    assert "pip may take a CUDA build of several GB" in " ".join(
+        line_of(machine.build("cpu"), "torch")
+    )
+    machine.python(torch="2.13.0+cpu")
+    status, rest = line_of(machine.build("cpu"), "torch")
+    assert (status, "2.13.0+cpu" in rest) == ("ok", True)
