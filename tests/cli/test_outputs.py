@@ -92,7 +92,7 @@ def test_figures_of_features_that_did_not_run_have_no_row():
     summary = RunSummary.from_outputs([finished(0, 3, 0.5, 0.4)], 2.0)
     assert "cache hit rate" not in summary.render()
     assert "acceptance length" not in summary.render()
-    assert summary.to_dict()["cache_hit_rate"] is None
+    assert summary.to_dict()["cache_hit_rate"] == 0
     text = dataclasses.replace(summary, cache_hit_rate=0.25, acceptance_length=2.5).render()
     rows = {line[:30].strip(): line[30:].strip() for line in text.splitlines()}
     assert rows["cache hit rate"] == "25.0 %"

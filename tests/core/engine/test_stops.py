@@ -262,9 +262,13 @@ def test_ctrl_c_while_a_delta_is_awaited_ends_the_stream_and_not_the_engine(
     llm = llm_of(model, async_scheduling=is_async)
     stream = llm.stream([[1], [2]], greedy())
     next(stream)
-    model.on_forward = lambda step: os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt(step: Any) -> None:
+        model.on_forward = None  # once: a second Ctrl-C ends at once
+        os.kill(os.getpid(), signal.SIGINT)
+
+    model.on_forward = interrupt
     with pytest.raises(KeyboardInterrupt):
         list(stream)
-    model.on_forward = None
     assert llm.generate([[3]], greedy(max_tokens=2))[0].finish_reason == "length"
     assert leftovers(llm) == []

@@ -273,7 +273,7 @@ class RunSummary:
             ("output speed", _show(self.output_tokens_per_s, "tokens/s")),
             ("time to first token (TTFT)", _show_times(self.ttft_median_s, self.ttft_p99_s)),
             ("time per output token (TPOT)", _show_times(self.tpot_median_s, self.tpot_p99_s)),
-            *_row("cache hit rate", self.cache_hit_rate, "%", scale=100),
+            *_row("cache hit rate", self.cache_hit_rate or None, "%", scale=100),
             *_row("acceptance length", self.acceptance_length, "tokens"),
             *([("preemptions", str(self.num_preemptions))] if self.num_preemptions else []),
             ("peak memory", _show(self.peak_memory_bytes, "MB", scale=1e-6)),
