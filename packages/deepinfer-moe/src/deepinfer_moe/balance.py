@@ -12,6 +12,7 @@ import numpy as np
 
 from deepinfer_moe.errors import BalanceError
 from deepinfer_moe.placement import place_replicas
+from deepinfer_moe.plan import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,10 @@ def rebalance_experts(
     import torch
 
     weight_le = _loads(weight)
-    _check_sizes(weight_le.shape[1], num_replicas, num_groups, num_nodes, num_gpus)
+    layout = Layout(
+        num_slots=num_replicas, num_devices=num_gpus, num_groups=num_groups, num_nodes=num_nodes
+    )
+    layout.check(weight_le.shape[1])
     if num_groups % num_nodes != 0:
         num_groups, num_nodes = 1, 1
     placed = place_replicas(weight_le, num_replicas, num_groups, num_nodes, num_gpus)
@@ -114,37 +118,3 @@ def _loads(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
             "negative (they are token counts, or means of counts)"
         )
     return loads_le
-
-
-def _check_sizes(
-    num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
-) -> None:
-    sizes = {
-        "num_replicas": num_replicas,
-        "num_groups": num_groups,
-        "num_nodes": num_nodes,
-        "num_gpus": num_gpus,
-    }
-    for name, value in sizes.items():
-        if value < 1:
-            raise BalanceError(f"{name}={value}; it must be at least 1")
-    if num_replicas < num_experts:
-        raise BalanceError(
-            f"num_replicas={num_replicas} is below the {num_experts} experts of weight; every "
-            "expert needs a slot"
-        )
-    if num_replicas % num_gpus != 0:
-        raise BalanceError(
-            f"num_replicas={num_replicas} is no multiple of num_gpus={num_gpus}; "
-            f"the next that fits is {-(-num_replicas // num_gpus) * num_gpus}"
-        )
-    if num_gpus % num_nodes != 0:
-        raise BalanceError(
-            f"num_gpus={num_gpus} is no multiple of num_nodes={num_nodes}; pass num_nodes=1 when "
-            "the nodes have unequal numbers of devices"
-        )
-    if num_experts % num_groups != 0:
-        raise BalanceError(
-            f"num_groups={num_groups} does not divide the {num_experts} experts; pass num_groups=1 "
-            "for a router without groups"
-        )

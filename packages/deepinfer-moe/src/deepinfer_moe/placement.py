@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Placement", "pack_evenly", "place_replicas", "replicate_heaviest"]
+__all__ = ["Placement", "order_by_node", "pack_evenly", "place_replicas", "replicate_heaviest"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -87,7 +87,7 @@ def place_replicas(
         phy2log_lp, log2phy_lex (-1 where an expert has no further replica), logcnt_le.
     """
     num_layers, num_experts = weight_le.shape
-    order_le = _experts_by_node(weight_le, num_groups, num_nodes)
+    order_le = order_by_node(weight_le, num_groups, num_nodes)
     experts_here, slots_here = num_experts // num_nodes, num_replicas // num_nodes
 
     # From here a row is one node of one layer, and experts are numbered inside their node.
@@ -115,7 +115,7 @@ def place_replicas(
     return phy2log_lp, log2phy_lex, logcnt_le
 
 
-def _experts_by_node(weight_le: Floats, num_groups: int, num_nodes: int) -> Ints:
+def order_by_node(weight_le: Floats, num_groups: int, num_nodes: int) -> Ints:
     """List the experts node by node: whole groups are packed on nodes by their summed load."""
     num_layers, num_experts = weight_le.shape
     group_size = num_experts // num_groups
