@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer.config.fields import shown
-from deepinfer.config.untrusted import parse_json, read_bounded
+from deepinfer.config.untrusted import parse_json, read_bounded, shown_error
 from deepinfer.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
     except BaseException as err:
         if not isinstance(err, Exception) and type(err).__name__ != "PanicException":
             raise
-        reason = ascii(str(err))[1:201]
-        raise CheckpointError(f"file {_FILE}: no valid tokenizer ({reason})", where=where) from err
+        told = f"file {_FILE}: no valid tokenizer ({shown_error(err)})"
+        raise CheckpointError(told, where=where) from err
     raw.no_truncation()  # settings of a training run; a prompt is taken as it is
     raw.no_padding()
     if getattr(raw.model, "dropout", None):
@@ -243,7 +243,7 @@ def _translated(err: BaseException, what: str) -> BaseException:
     The library raises bare Exception, and its panics derive from BaseException alone.
     """
     if isinstance(err, Exception) or type(err).__name__ == "PanicException":
-        return RequestError(f"{what}: {ascii(str(err))[1:201]}")
+        return RequestError(f"{what}: {shown_error(err)}")
     return err
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from deepinfer.config.untrusted import shown_error
 from deepinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def parsed(
         for chunk in _chunks(ids, reader, _parsing_options(special, form, stop)):
             response.accumulate(chunk)
     except (OverflowError, RuntimeError, TypeError, ValueError) as err:
-        raise RequestError(f"the answer cannot be parsed: {ascii(str(err))[1:-1][:200]}") from err
+        raise RequestError(f"the answer cannot be parsed: {shown_error(err)}") from err
     message = json.loads(response.to_json())["choices"][0]["message"]
     calls = [
         ToolCall(id=call["id"], name=call["function"]["name"], arguments=_arguments(call))

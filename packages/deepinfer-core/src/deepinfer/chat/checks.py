@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from deepinfer.config.fields import shown
+from deepinfer.config.untrusted import shown_error
 from deepinfer.errors import RequestError
 
 __all__ = ["dict_of", "flag_of", "made", "name_of", "refuse", "text_of"]
@@ -75,5 +76,5 @@ def made(where: str, make: Callable[[], _T]) -> _T:
     try:
         return make()
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
-        reason = ascii(str(err))[1:-1][:200]
-        refuse(where, f"what is no JSON value here ({reason})", "JSON of at most 128 levels")
+        found = f"what is no JSON value here ({shown_error(err)})"
+        refuse(where, found, "JSON of at most 128 levels")

@@ -14,6 +14,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from deepinfer.config.fields import shown
+from deepinfer.config.untrusted import shown_error
 from deepinfer.errors import BackendError, RequestError
 from deepinfer.tokenizer import IMAGE_TEXT, Tokenizer
 
@@ -73,7 +74,7 @@ class ChatFormat:
             self._reader = recipe.Tokenizer.from_str(tokenizer.raw.to_str())
         except (RuntimeError, ValueError) as err:
             raise RequestError(
-                f"the model's tokenizer cannot serve for chat: {ascii(str(err))[1:-1][:200]}"
+                f"the model's tokenizer cannot serve for chat: {shown_error(err)}"
             ) from err
         encoding = recipe.DeepseekV41Encoding().with_special_tokens(self._special)
         self._encoding = encoding.with_tokenizer(self._reader)
@@ -148,7 +149,7 @@ class ChatFormat:
         except RuntimeError as err:
             raise RequestError(
                 f"the model's tokenizer cannot encode a conversation: "
-                f"{ascii(str(err))[1:-1][:200]}; is it made for chat?"
+                f"{shown_error(err)}; is it made for chat?"
             ) from err
         if options.effort_number is not None:
             ids = self._with_effort(ids, options.effort_number)

@@ -1,6 +1,7 @@
-"""Untrusted text: JSON with bounds, names that are safe to print, files that are safe to open.
+"""Untrusted text: JSON with bounds, text that is safe to print, files that are safe to open.
 
-Shared by the readers of `config.json`, of the index and of safetensors headers.
+Shared by the readers of `config.json`, of the index, of safetensors headers and of tokenizers, and
+by the checks of conversations.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JsonFault", "parse_json", "read_bounded", "shown_name"]
+__all__ = ["JsonFault", "parse_json", "read_bounded", "shown_error", "shown_name"]
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,200}")
 
@@ -27,6 +28,11 @@ def shown_name(name: str) -> str:
         return name
     text = ascii(name)
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def shown_error(err: BaseException) -> str:
+    """What another library says of a fault, as it may be printed: ASCII, at most 200 characters."""
+    return ascii(str(err))[1:-1][:200]
 
 
 def parse_json(data: bytes, *, brackets_per_byte: float) -> object:
